@@ -1,0 +1,159 @@
+#include "parvl/base/file.h"
+
+#include <fcntl.h>
+#include <openssl/evp.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace parvl {
+namespace {
+
+absl::Status errno_status(const std::string& action, const std::string& path, int error) {
+  const std::string message = absl::StrCat("cannot ", action, " ", path, ": ", std::strerror(error));
+  if (error == ENOENT || error == ENOTDIR) return absl::NotFoundError(message);
+  if (error == ENOSPC || error == EDQUOT) return absl::ResourceExhaustedError(message);
+  if (error == EACCES || error == EPERM || error == EISDIR) return absl::InvalidArgumentError(message);
+  return absl::InternalError(message);
+}
+
+std::string hex(const unsigned char* bytes, size_t count) {
+  static const char* kDigits = "0123456789abcdef";
+  std::string out;
+  for (size_t i = 0; i < count; ++i) {
+    out += kDigits[bytes[i] >> 4];
+    out += kDigits[bytes[i] & 15];
+  }
+  return out;
+}
+
+struct Descriptor {
+  int fd;
+  ~Descriptor() {
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+// Opens a plain file and says its size.
+absl::StatusOr<size_t> open_plain(const std::string& path, Descriptor& out) {
+  out.fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (out.fd < 0) return errno_status("open", path, errno);
+  struct stat info;
+  if (::fstat(out.fd, &info) != 0) return errno_status("read", path, errno);
+  if (!S_ISREG(info.st_mode)) return invalid(path, " is not a plain file");
+  return static_cast<size_t>(info.st_size);
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> read_file(const std::string& path, size_t max_bytes) {
+  Descriptor file{-1};
+  PARVL_ASSIGN_OR_RETURN(const size_t size, open_plain(path, file));
+  if (size > max_bytes) return invalid(path, " has ", size, " bytes, over the limit of ", max_bytes);
+  std::string content(size, '\0');
+  size_t done = 0;
+  while (done < size) {
+    const ssize_t n = ::read(file.fd, content.data() + done, size - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno_status("read", path, errno);
+    if (n == 0) return failed(path, " became shorter while it was read");
+    done += static_cast<size_t>(n);
+  }
+  return content;
+}
+
+struct FileWriter::State {
+  std::string path;
+  int fd = -1;
+  EVP_MD_CTX* hash = nullptr;
+  ~State() {
+    if (fd >= 0) ::close(fd);
+    EVP_MD_CTX_free(hash);
+  }
+};
+
+FileWriter::FileWriter(std::unique_ptr<State> state) : state_(std::move(state)) {}
+FileWriter::~FileWriter() = default;
+
+absl::StatusOr<std::unique_ptr<FileWriter>> FileWriter::create(const std::string& path) {
+  auto state = std::make_unique<State>();
+  state->path = path;
+  state->fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (state->fd < 0) return errno_status("create", path, errno);
+  state->hash = EVP_MD_CTX_new();
+  EVP_DigestInit_ex(state->hash, EVP_sha256(), nullptr);
+  return std::unique_ptr<FileWriter>(new FileWriter(std::move(state)));
+}
+
+absl::Status FileWriter::append(const void* data, size_t bytes) {
+  const char* cursor = static_cast<const char*>(data);
+  EVP_DigestUpdate(state_->hash, data, bytes);
+  while (bytes > 0) {
+    const ssize_t n = ::write(state_->fd, cursor, bytes);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno_status("write", state_->path, errno);
+    cursor += n;
+    bytes -= static_cast<size_t>(n);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FileWriter::finish() {
+  if (::fsync(state_->fd) != 0) return errno_status("write", state_->path, errno);
+  const int fd = state_->fd;
+  state_->fd = -1;
+  if (::close(fd) != 0) return errno_status("write", state_->path, errno);
+  return absl::OkStatus();
+}
+
+std::string FileWriter::sha256() const {
+  EVP_MD_CTX* copy = EVP_MD_CTX_new();
+  EVP_MD_CTX_copy_ex(copy, state_->hash);
+  unsigned char digest[EVP_MAX_MD_SIZE];
+  unsigned int length = 0;
+  EVP_DigestFinal_ex(copy, digest, &length);
+  EVP_MD_CTX_free(copy);
+  return hex(digest, length);
+}
+
+absl::Status write_file_atomically(const std::string& path, std::string_view content) {
+  const std::string temporary = path + ".tmp";
+  absl::Status status = [&]() -> absl::Status {
+    PARVL_ASSIGN_OR_RETURN(auto writer, FileWriter::create(temporary));
+    PARVL_RETURN_IF_ERROR(writer->append(content.data(), content.size()));
+    return writer->finish();
+  }();
+  if (status.ok() && ::rename(temporary.c_str(), path.c_str()) != 0) status = errno_status("replace", path, errno);
+  if (!status.ok()) ::unlink(temporary.c_str());
+  return status;
+}
+
+absl::Status sync_directory(const std::string& path) {
+  Descriptor directory{::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)};
+  if (directory.fd < 0) return errno_status("open", path, errno);
+  if (::fsync(directory.fd) != 0) return errno_status("sync", path, errno);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<MappedFile>> MappedFile::open(const std::string& path) {
+  Descriptor file{-1};
+  PARVL_ASSIGN_OR_RETURN(const size_t size, open_plain(path, file));
+  if (size == 0) return invalid(path, " is empty");
+  void* data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file.fd, 0);
+  if (data == MAP_FAILED) return errno_status("map", path, errno);
+  return std::shared_ptr<MappedFile>(new MappedFile(static_cast<const char*>(data), size));
+}
+
+MappedFile::~MappedFile() { ::munmap(const_cast<char*>(data_), size_); }
+
+std::string sha256_hex(std::string_view bytes) {
+  unsigned char digest[EVP_MAX_MD_SIZE];
+  unsigned int length = 0;
+  EVP_Digest(bytes.data(), bytes.size(), digest, &length, EVP_sha256(), nullptr);
+  return hex(digest, length);
+}
+
+}  // namespace parvl

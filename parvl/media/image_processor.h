@@ -1,0 +1,62 @@
+// Pixels → what a vision encoder reads: resized, normalised and cut into patches, equal to the PIL-backed Hugging Face
+// processor of the Qwen2-VL family (dynamic resolution: any size, sides rounded to multiples of patch · merge).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "parvl/base/status.h"
+#include "parvl/media/image.h"
+
+namespace parvl {
+
+// grid_t · grid_h · grid_w patches, row-major in merge order (each merge × merge square of patches is contiguous), each patch
+// [channel, temporal_patch, patch, patch] float32.
+struct ProcessedImage {
+  int grid_t = 0;
+  int grid_h = 0;
+  int grid_w = 0;
+  int patch_floats = 0;           // values a patch
+  int merge_size = 1;
+  std::vector<float> patches;     // [num_patches() · patch_floats]
+  int64_t num_patches() const { return int64_t{grid_t} * grid_h * grid_w; }
+  int64_t num_tokens() const { return num_patches() / (merge_size * merge_size); }  // after the projector's merge
+};
+
+struct ImageProcessorConfig {
+  int patch_size = 14;
+  int temporal_patch_size = 2;
+  int merge_size = 2;
+  int64_t min_pixels = 56 * 56;
+  int64_t max_pixels = 28 * 28 * 1280;
+  bool do_resize = true;
+  bool do_rescale = true;
+  bool do_normalize = true;
+  double rescale_factor = 1.0 / 255.0;
+  std::vector<double> mean = {0.48145466, 0.4578275, 0.40821073};
+  std::vector<double> std = {0.26862954, 0.26130258, 0.27577711};
+  int resample = 3;  // PIL's numbers: 2 bilinear, 3 bicubic
+};
+
+// Immutable after load; thread-safe.
+class ImageProcessor {
+ public:
+  explicit ImageProcessor(ImageProcessorConfig config) : config_(std::move(config)) {}
+  // Reads preprocessor_config.json of a Hugging Face directory (both the min_pixels/max_pixels and the `size` spelling).
+  static absl::StatusOr<ImageProcessor> load(const std::string& dir);
+
+  // InvalidArgument for what the Hugging Face processor refuses (aspect ratio of 200 or more), naming the sides.
+  absl::StatusOr<ProcessedImage> process(const Image& image) const;
+  // The size `process` resizes to (width, height), without touching pixels.
+  absl::StatusOr<ImageSize> target_size(int width, int height) const;
+  const ImageProcessorConfig& config() const { return config_; }
+
+ private:
+  ImageProcessorConfig config_;
+};
+
+// PIL's Image.resize on 8-bit RGB, to the bit (antialiased two-pass convolution in fixed point). `resample` as in PIL.
+Image resize_like_pil(const Image& image, int width, int height, int resample);
+
+}  // namespace parvl

@@ -1,0 +1,75 @@
+// Messages → token ids with media in their places: chat template, tokenizer and image processor together.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "parvl/base/json.h"
+#include "parvl/base/status.h"
+#include "parvl/media/image_processor.h"
+#include "parvl/media/tokenizer.h"
+
+namespace parvl {
+
+struct ContentPart {
+  enum class Kind { kText, kImage };
+  Kind kind = Kind::kText;
+  std::string text;      // kText
+  int image_index = -1;  // kImage: index into the request's images
+};
+
+struct Message {
+  std::string role;  // system, user, assistant, tool
+  std::vector<ContentPart> content;
+};
+
+// Where an item's placeholder tokens stand in the prompt.
+struct MediaSpan {
+  int image_index = 0;
+  int64_t begin = 0;   // token position
+  int64_t length = 0;  // = ProcessedImage::num_tokens()
+};
+
+struct Prompt {
+  std::vector<TokenId> ids;
+  std::vector<MediaSpan> media;        // in order of position
+  std::vector<uint8_t> is_target;      // per token: 1 where an assistant turn's token is learned (with its end-of-turn token)
+  std::vector<std::shared_ptr<const ProcessedImage>> images;  // by image_index
+};
+
+struct PromptOptions {
+  bool add_generation_prompt = true;
+  bool mark_targets = false;  // fill is_target (training)
+  Json template_arguments;    // further variables for the template (tools, ...), an object or null
+};
+
+// Immutable after load; thread-safe.
+class PromptBuilder {
+ public:
+  // Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (or the one inside tokenizer_config.json),
+  // preprocessor_config.json (absent: a text-only model) and config.json (the image token id) of a Hugging Face directory.
+  static absl::StatusOr<std::shared_ptr<const PromptBuilder>> load(const std::string& dir);
+  ~PromptBuilder();
+
+  const Tokenizer& tokenizer() const;
+  bool has_images() const;  // whether the model takes images
+  const ImageProcessor& image_processor() const;  // only when has_images()
+  bool has_chat_template() const;
+
+  // Errors (InvalidArgument): no chat template; the template raised (its message); an image part in a text-only model; an
+  // image part whose index is out of range.
+  absl::StatusOr<Prompt> build(const std::vector<Message>& messages,
+                               std::vector<std::shared_ptr<const ProcessedImage>> images,
+                               const PromptOptions& options) const;
+  // A plain completion prompt: the text as it is, no template.
+  Prompt build_plain(std::string_view text) const;
+
+ private:
+  struct Impl;
+  explicit PromptBuilder(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace parvl

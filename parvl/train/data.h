@@ -1,0 +1,88 @@
+// Training samples in an order that depends on the seed and the step alone, decoded in the background.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "parvl/base/status.h"
+#include "parvl/media/prompt.h"
+
+namespace parvl {
+
+// One conversation of a data set, not decoded yet.
+struct RawSample {
+  std::string name;  // "FILE.jsonl:12" or "easy-vqa:train #12", for messages
+  std::vector<Message> messages;
+  std::vector<std::string> image_paths;  // by image_index; absolute
+};
+
+// A list of samples, read once at the start. Immutable; thread-safe.
+class Dataset {
+ public:
+  // `source`: FILE.jsonl (relative to `base_dir` unless absolute), `easy-vqa:train`, `easy-vqa:test`, and for choosing a
+  // checkpoint without the test split `easy-vqa:fit` / `easy-vqa:holdout` (train images without / with an id divisible by 10).
+  // Every line is checked here: a bad one is refused with its number and the reason. An empty set is refused.
+  static absl::StatusOr<std::shared_ptr<const Dataset>> load(const std::string& source, const std::string& base_dir);
+  int64_t size() const { return static_cast<int64_t>(samples_.size()); }
+  const RawSample& sample(int64_t index) const { return samples_[static_cast<size_t>(index)]; }
+
+ private:
+  std::vector<RawSample> samples_;
+};
+
+// Index into the data set of the `position`-th sample of the whole run (position = step · global_batch + place in the batch):
+// each epoch is a permutation that depends on (seed, epoch).
+class SampleOrder {
+ public:
+  SampleOrder(int64_t dataset_size, uint64_t seed) : size_(dataset_size), seed_(seed) {}
+  int64_t at(int64_t position);  // caches the current epoch's permutation; not thread-safe
+
+ private:
+  int64_t size_;
+  uint64_t seed_;
+  int64_t cached_epoch_ = -1;
+  std::vector<uint32_t> permutation_;
+};
+
+// Reads, decodes, augments and tokenises one sample. `augment`: none | dihedral; the symmetry is a function of (seed, position),
+// one for all images of the sample. Errors name the sample (and the image). A sample longer than max_length is refused.
+struct PrepareOptions {
+  std::string augment = "none";
+  uint64_t seed = 0;
+  int64_t max_length = 0;  // tokens; must be > 0
+};
+absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts, const PrepareOptions& options,
+                                      int64_t position);
+
+// All samples of one step, in order; a micro batch is a run of `micro_batch` of them.
+struct GlobalBatch {
+  int64_t step = 0;
+  std::vector<Prompt> samples;
+};
+
+struct LoaderOptions {
+  PrepareOptions prepare;
+  int64_t global_batch = 16;
+  uint64_t shuffle_seed = 0;
+  int64_t first_step = 0;  // where a resumed run goes on
+  int64_t last_step = 0;   // one past the last
+  int threads = 2;
+  int prefetch_steps = 4;  // bound on decoded steps that wait
+};
+
+// Background threads fill a bounded queue of whole steps. The result of next() does not depend on the number of threads.
+class BatchLoader {
+ public:
+  BatchLoader(std::shared_ptr<const Dataset> dataset, std::shared_ptr<const PromptBuilder> prompts, LoaderOptions options);
+  ~BatchLoader();  // stops and joins the threads
+  // The next step's batch; OutOfRange past the last step. A sample's error is returned at its step.
+  absl::StatusOr<GlobalBatch> next();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace parvl
