@@ -1,0 +1,57 @@
+#include "parvl/base/signal.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+
+#include "parvl/base/check.h"
+
+namespace parvl {
+namespace {
+
+// A handler can reach nothing but statics; lock-free atomics are allowed in it.
+std::atomic<int> g_signal{0};
+std::atomic<bool> g_in_use{false};
+int g_pipe[2] = {-1, -1};
+struct sigaction g_former_int, g_former_term;
+
+void on_signal(int number) {
+  const int saved_errno = errno;
+  int none = 0;
+  if (!g_signal.compare_exchange_strong(none, number)) _exit(128 + number);
+  const char byte = 1;
+  [[maybe_unused]] const ssize_t written = ::write(g_pipe[1], &byte, 1);
+  errno = saved_errno;
+}
+
+}  // namespace
+
+StopSignal::StopSignal() {
+  PARVL_CHECK(!g_in_use.exchange(true), "a second StopSignal in one process");
+  g_signal = 0;
+  PARVL_CHECK(::pipe2(g_pipe, O_CLOEXEC | O_NONBLOCK) == 0, "cannot make a pipe");
+  struct sigaction action = {};
+  action.sa_handler = on_signal;
+  action.sa_flags = SA_RESTART;
+  ::sigaction(SIGINT, &action, &g_former_int);
+  ::sigaction(SIGTERM, &action, &g_former_term);
+}
+
+StopSignal::~StopSignal() {
+  ::sigaction(SIGINT, &g_former_int, nullptr);
+  ::sigaction(SIGTERM, &g_former_term, nullptr);
+  ::close(g_pipe[0]);
+  ::close(g_pipe[1]);
+  g_in_use = false;
+}
+
+bool StopSignal::requested() const { return g_signal != 0; }
+int StopSignal::signal() const { return g_signal; }
+int StopSignal::descriptor() const { return g_pipe[0]; }
+
+void ignore_broken_pipes() { ::signal(SIGPIPE, SIG_IGN); }
+
+}  // namespace parvl

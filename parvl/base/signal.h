@@ -1,0 +1,25 @@
+// SIGINT and SIGTERM as a flag and a descriptor, so that a loop can save and leave.
+#pragma once
+
+namespace parvl {
+
+// While one lives, the first SIGINT or SIGTERM only sets the flag; a second one ends the process at once (exit status
+// 128 + signal), for a user who does not want to wait. One at a time in a process; made and destroyed on the main
+// thread.
+class StopSignal {
+ public:
+  StopSignal();
+  ~StopSignal();  // puts the former handlers back
+  StopSignal(const StopSignal&) = delete;
+  StopSignal& operator=(const StopSignal&) = delete;
+
+  bool requested() const;  // any thread
+  int signal() const;      // which one came first; 0: none
+  // Readable (poll, epoll) once a signal came; nobody reads it empty, so every waiter sees it.
+  int descriptor() const;
+};
+
+// Writing to a closed pipe or socket becomes an error instead of ending the process.
+void ignore_broken_pipes();
+
+}  // namespace parvl
