@@ -1,0 +1,89 @@
+// What the parity tests talk to: one JSON command a line on standard input, one JSON answer a line on standard output.
+// Pixels and floats go through the file named by "out". An error is {"error": message}.
+#include <fstream>
+#include <iostream>
+#include <string>
+
+#include "parvl/base/file.h"
+#include "parvl/base/json.h"
+#include "parvl/media/image.h"
+#include "parvl/media/image_processor.h"
+
+namespace parvl {
+namespace {
+
+absl::Status write_out(const Json& command, const void* data, size_t bytes) {
+  std::ofstream out(command.at("out").get<std::string>(), std::ios::binary);
+  out.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
+  if (!out) return failed("cannot write the 'out' file");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Image> raw_image(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(std::string pixels, read_file(command.at("file").get<std::string>()));
+  return Image{command.at("width"), command.at("height"), {pixels.begin(), pixels.end()}};
+}
+
+absl::StatusOr<Json> image_answer(const Json& command, const Image& image) {
+  PARVL_RETURN_IF_ERROR(write_out(command, image.rgb.data(), image.rgb.size()));
+  return Json{{"width", image.width}, {"height", image.height}};
+}
+
+absl::StatusOr<Json> decode(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(std::string bytes, read_file(command.at("file").get<std::string>()));
+  ImageLimits limits;
+  limits.max_pixels = command.value("max_pixels", limits.max_pixels);
+  PARVL_ASSIGN_OR_RETURN(ImageSize size, read_image_size(bytes, limits));
+  PARVL_ASSIGN_OR_RETURN(Image image, decode_image(bytes, limits));
+  PARVL_ASSIGN_OR_RETURN(Json answer, image_answer(command, image));
+  answer["header"] = {size.width, size.height};
+  return answer;
+}
+
+absl::StatusOr<Json> resize(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(Image image, raw_image(command));
+  return image_answer(command,
+                      resize_like_pil(image, command.at("to")[0], command.at("to")[1], command.at("resample")));
+}
+
+absl::StatusOr<Json> turn(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(Image image, raw_image(command));
+  return image_answer(command, dihedral(image, command.at("index")));
+}
+
+absl::StatusOr<Json> to_png(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(Image image, raw_image(command));
+  const std::string png = encode_png(image);
+  PARVL_RETURN_IF_ERROR(write_out(command, png.data(), png.size()));
+  return Json::object();
+}
+
+absl::StatusOr<Json> process(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(ImageProcessor processor, ImageProcessor::load(command.at("dir")));
+  PARVL_ASSIGN_OR_RETURN(Image image, raw_image(command));
+  PARVL_ASSIGN_OR_RETURN(ProcessedImage done, processor.process(image));
+  PARVL_RETURN_IF_ERROR(write_out(command, done.patches.data(), done.patches.size() * sizeof(float)));
+  return Json{{"grid", {done.grid_t, done.grid_h, done.grid_w}}, {"tokens", done.num_tokens()}};
+}
+
+absl::StatusOr<Json> answer(const Json& command) {
+  const std::string op = command.at("op");
+  if (op == "decode") return decode(command);
+  if (op == "resize") return resize(command);
+  if (op == "dihedral") return turn(command);
+  if (op == "png") return to_png(command);
+  if (op == "process") return process(command);
+  return invalid("unknown op ", op);
+}
+
+}  // namespace
+}  // namespace parvl
+
+int main() {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    const auto result = parvl::answer(parvl::Json::parse(line));
+    const parvl::Json out = result.ok() ? *result : parvl::Json{{"error", std::string(result.status().message())}};
+    std::cout << out.dump() << std::endl;
+  }
+}
