@@ -30,7 +30,7 @@ class TreeBuilder : public YAML::EventHandler {
   ConfigNode root;
 
   void OnDocumentStart(const YAML::Mark& mark) override {
-    if (++documents_ > 1) refuse(mark, "has a second document ('---'); put everything into one");
+    if (++documents_ > 1) refuse(mark, "a second document ('---') starts here; put everything into one");
   }
   void OnDocumentEnd() override {}
   void OnAnchor(const YAML::Mark& mark, const std::string&) override { refuse(mark, kNoAnchors); }
@@ -59,8 +59,9 @@ class TreeBuilder : public YAML::EventHandler {
   void OnMapEnd() override { stack_.pop_back(); }
 
  private:
-  static constexpr const char* kNoAnchors =
-      "uses an anchor or alias (& or *), which is not supported; write the value out";
+  static constexpr const char* kNoAnchors = "anchors and aliases (& and *) are not supported; write the value out";
+
+  static constexpr const char* kBadKey = "a list or section stands where a key belongs; check brackets and indentation";
 
   struct Level {
     ConfigNode* node;
@@ -70,7 +71,7 @@ class TreeBuilder : public YAML::EventHandler {
   [[noreturn]] void refuse(const YAML::Mark& mark, const std::string& message) {
     ConfigNode at;
     locate(mark, at);
-    throw Refused(absl::StrCat(at.place(), ": the file ", message));
+    throw Refused(absl::StrCat(at.place(), ": ", message));
   }
   void locate(const YAML::Mark& mark, ConfigNode& node) {
     node.source = source_;
@@ -78,7 +79,7 @@ class TreeBuilder : public YAML::EventHandler {
   }
   void check_tag(const YAML::Mark& mark, const std::string& tag) {
     if (!tag.empty() && tag != "?" && tag != "!") {
-      refuse(mark, absl::StrCat("uses the tag ", excerpt(tag), "; tags are not supported"));
+      refuse(mark, absl::StrCat("the tag ", excerpt(tag), " is not supported; leave it out"));
     }
   }
   bool expecting_key() const {
@@ -87,7 +88,7 @@ class TreeBuilder : public YAML::EventHandler {
   // Pointers into the tree stay valid: a container only grows while its last element is being filled or after it is
   // done.
   ConfigNode* add(const YAML::Mark& mark, ConfigNode node) {
-    if (++nodes_ > limits_.max_nodes) refuse(mark, absl::StrCat("has more than ", limits_.max_nodes, " values"));
+    if (++nodes_ > limits_.max_nodes) refuse(mark, absl::StrCat("more than ", limits_.max_nodes, " values"));
     locate(mark, node);
     if (stack_.empty()) {
       root = std::move(node);
@@ -107,10 +108,10 @@ class TreeBuilder : public YAML::EventHandler {
     return &level.node->entries.back().value;
   }
   void add_key(const YAML::Mark& mark, const ConfigNode& key) {
-    if (key.kind != ConfigNode::Kind::kScalar) refuse(mark, "has a key that is not plain text");
+    if (key.kind != ConfigNode::Kind::kScalar) refuse(mark, kBadKey);
     Level& level = stack_.back();
     if (const ConfigEntry* first = level.node->find(key.text)) {
-      refuse(mark, absl::StrCat("gives the key ", excerpt(key.text), " a second time; it first stands at ",
+      refuse(mark, absl::StrCat("the key ", excerpt(key.text), " is given a second time; it first stands at ",
                                 first->key_place.place(), "; remove one"));
     }
     ConfigEntry entry;
@@ -121,12 +122,12 @@ class TreeBuilder : public YAML::EventHandler {
   }
   void open(const YAML::Mark& mark, ConfigNode::Kind kind) {
     if (static_cast<int>(stack_.size()) >= limits_.max_depth) {
-      refuse(mark, absl::StrCat("is nested deeper than ", limits_.max_depth, " levels"));
+      refuse(mark, absl::StrCat("nested deeper than ", limits_.max_depth, " levels"));
     }
     ConfigNode node;
     node.kind = kind;
     ConfigNode* placed = add(mark, std::move(node));
-    if (placed == nullptr) refuse(mark, "has a key that is not plain text");
+    if (placed == nullptr) refuse(mark, kBadKey);
     stack_.push_back({placed, false});
   }
 
@@ -145,6 +146,8 @@ absl::StatusOr<ConfigNode> parse_yaml(std::string_view text, const std::string& 
   }
   try {
     TreeBuilder builder(std::make_shared<const std::string>(name), is_override, limits);
+    // Without the last line break, since yaml-cpp takes a quote that is never closed for closed when one follows.
+    while (!text.empty() && (text.back() == '\n' || text.back() == '\r' || text.back() == ' ')) text.remove_suffix(1);
     std::istringstream stream{std::string(text)};
     YAML::Parser parser(stream);
     while (parser.HandleNextDocument(builder)) {
