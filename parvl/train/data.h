@@ -21,9 +21,10 @@ struct RawSample {
 // A list of samples, read once at the start. Immutable; thread-safe.
 class Dataset {
  public:
-  // `source`: FILE.jsonl (relative to `base_dir` unless absolute), `easy-vqa:train`, `easy-vqa:test`, and for choosing a
-  // checkpoint without the test split `easy-vqa:fit` / `easy-vqa:holdout` (train images without / with an id divisible by 10).
-  // Every line is checked here: a bad one is refused with its number and the reason. An empty set is refused.
+  // `source`: FILE.jsonl (relative to `base_dir` unless absolute), `easy-vqa:train`, `easy-vqa:test`, and for choosing
+  // a checkpoint without the test split `easy-vqa:fit` / `easy-vqa:holdout` (train images without / with an id
+  // divisible by 10). Every line is checked here: a bad one is refused with its number and the reason. An empty set is
+  // refused.
   static absl::StatusOr<std::shared_ptr<const Dataset>> load(const std::string& source, const std::string& base_dir);
   int64_t size() const { return static_cast<int64_t>(samples_.size()); }
   const RawSample& sample(int64_t index) const { return samples_[static_cast<size_t>(index)]; }
@@ -32,8 +33,8 @@ class Dataset {
   std::vector<RawSample> samples_;
 };
 
-// Index into the data set of the `position`-th sample of the whole run (position = step · global_batch + place in the batch):
-// each epoch is a permutation that depends on (seed, epoch).
+// Index into the data set of the `position`-th sample of the whole run (position = step · global_batch + place in the
+// batch): each epoch is a permutation that depends on (seed, epoch).
 class SampleOrder {
  public:
   SampleOrder(int64_t dataset_size, uint64_t seed) : size_(dataset_size), seed_(seed) {}
@@ -46,15 +47,16 @@ class SampleOrder {
   std::vector<uint32_t> permutation_;
 };
 
-// Reads, decodes, augments and tokenises one sample. `augment`: none | dihedral; the symmetry is a function of (seed, position),
-// one for all images of the sample. Errors name the sample (and the image). A sample longer than max_length is refused.
+// Reads, decodes, augments and tokenises one sample. `augment`: none | dihedral; the symmetry is a function of (seed,
+// position), one for all images of the sample. Errors name the sample (and the image). A sample longer than max_length
+// is refused.
 struct PrepareOptions {
   std::string augment = "none";
   uint64_t seed = 0;
   int64_t max_length = 0;  // tokens; must be > 0
 };
-absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts, const PrepareOptions& options,
-                                      int64_t position);
+absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts,
+                                      const PrepareOptions& options, int64_t position);
 
 // All samples of one step, in order; a micro batch is a run of `micro_batch` of them.
 struct GlobalBatch {
@@ -69,16 +71,21 @@ struct LoaderOptions {
   int64_t first_step = 0;  // where a resumed run goes on
   int64_t last_step = 0;   // one past the last
   int threads = 2;
-  int prefetch_steps = 4;  // bound on decoded steps that wait
+  int prefetch_steps = 4;                        // bound on decoded steps that wait
+  size_t image_cache_bytes = size_t{256} << 20;  // bound on decoded pixels kept for later epochs
 };
 
-// Background threads fill a bounded queue of whole steps. The result of next() does not depend on the number of threads.
+// Background threads fill a bounded queue of whole steps. The result of next() does not depend on the number of
+// threads.
 class BatchLoader {
  public:
-  BatchLoader(std::shared_ptr<const Dataset> dataset, std::shared_ptr<const PromptBuilder> prompts, LoaderOptions options);
+  BatchLoader(std::shared_ptr<const Dataset> dataset, std::shared_ptr<const PromptBuilder> prompts,
+              LoaderOptions options);
   ~BatchLoader();  // stops and joins the threads
   // The next step's batch; OutOfRange past the last step. A sample's error is returned at its step.
   absl::StatusOr<GlobalBatch> next();
+  // Steps that are being filled or wait; at most prefetch_steps. Any thread.
+  size_t steps_ahead() const;
 
  private:
   struct Impl;

@@ -1,0 +1,193 @@
+#include "parvl/train/data.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <thread>
+#include <utility>
+
+#include "parvl/base/check.h"
+#include "parvl/base/rng.h"
+#include "parvl/train/data_image_cache.h"
+
+namespace parvl {
+namespace {
+
+// Streams of chance, apart from each other and from those of other parts that use the same seed.
+constexpr uint64_t kShuffleStream = uint64_t{0x7368756666} << 24;  // + epoch
+constexpr uint64_t kAugmentStream = uint64_t{0x6469686564} << 24;
+
+absl::StatusOr<Prompt> prepare(const RawSample& sample, const PromptBuilder& prompts, const PrepareOptions& options,
+                               int64_t position, ImageCache& cache) {
+  if (!sample.image_paths.empty() && !prompts.has_images()) {
+    return invalid("holds an image, but the model takes text only");
+  }
+  int symmetry = 0;
+  if (options.augment == "dihedral") {
+    symmetry = static_cast<int>(philox(options.seed, kAugmentStream, static_cast<uint64_t>(position))[0] & 7u);
+  }
+  std::vector<std::shared_ptr<const ProcessedImage>> images;
+  for (const std::string& path : sample.image_paths) {
+    PARVL_ASSIGN_OR_RETURN(const std::shared_ptr<const Image> image, cache.get(path));
+    auto processed = symmetry == 0 ? prompts.image_processor().process(*image)
+                                   : prompts.image_processor().process(dihedral(*image, symmetry));
+    if (!processed.ok()) return with_context(processed.status(), path);
+    images.push_back(std::make_shared<const ProcessedImage>(*std::move(processed)));
+  }
+  PromptOptions build;
+  build.add_generation_prompt = false;
+  build.mark_targets = true;
+  PARVL_ASSIGN_OR_RETURN(Prompt prompt, prompts.build(sample.messages, std::move(images), build));
+  if (static_cast<int64_t>(prompt.ids.size()) > options.max_length) {
+    return invalid("has ", prompt.ids.size(), " tokens, over the maximum length of ", options.max_length,
+                   "; shorten it or raise data.max_length");
+  }
+  return prompt;
+}
+
+}  // namespace
+
+int64_t SampleOrder::at(int64_t position) {
+  const int64_t epoch = position / size_;
+  if (epoch != cached_epoch_) {
+    permutation_.resize(static_cast<size_t>(size_));
+    std::iota(permutation_.begin(), permutation_.end(), 0u);
+    Rng rng(seed_, kShuffleStream + static_cast<uint64_t>(epoch));
+    for (size_t i = permutation_.size(); i > 1; --i) std::swap(permutation_[i - 1], permutation_[rng.below(i)]);
+    cached_epoch_ = epoch;
+  }
+  return permutation_[static_cast<size_t>(position % size_)];
+}
+
+absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts,
+                                      const PrepareOptions& options, int64_t position) {
+  ImageCache none(0);
+  auto prompt = prepare(sample, prompts, options, position, none);
+  return prompt.ok() ? std::move(prompt) : with_context(prompt.status(), sample.name);
+}
+
+struct BatchLoader::Impl {
+  // A step that is being filled or waits to be taken.
+  struct Slot {
+    std::vector<Prompt> samples;
+    int64_t missing = 0;
+    int64_t error_place = 0;  // place in the batch of `error`; the lowest counts, whoever finds it first
+    absl::Status error;
+  };
+
+  Impl(std::shared_ptr<const Dataset> data, std::shared_ptr<const PromptBuilder> builder, LoaderOptions loader_options)
+      : dataset(std::move(data)),
+        prompts(std::move(builder)),
+        options(std::move(loader_options)),
+        cache(options.image_cache_bytes),
+        order(dataset->size(), options.shuffle_seed),
+        take_step(options.first_step),
+        fill_position(options.first_step * options.global_batch) {}
+
+  // The next sample to prepare, or false when the threads are to end. Waits while enough steps are prepared.
+  bool claim(int64_t& position, int64_t& index) {
+    std::unique_lock<std::mutex> lock(mutex);
+    const int64_t end = options.last_step * options.global_batch;
+    may_fill.wait(lock, [&] {
+      return stop || fill_position >= end || fill_position / options.global_batch < take_step + options.prefetch_steps;
+    });
+    if (stop || fill_position >= end) return false;
+    position = fill_position++;
+    index = order.at(position);
+    Slot& slot = slots[position / options.global_batch];
+    if (slot.samples.empty()) {
+      slot.samples.resize(static_cast<size_t>(options.global_batch));
+      slot.missing = options.global_batch;
+    }
+    return true;
+  }
+
+  void deliver(int64_t position, absl::StatusOr<Prompt> prompt) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const int64_t place = position % options.global_batch;
+    Slot& slot = slots[position / options.global_batch];
+    if (prompt.ok()) {
+      slot.samples[static_cast<size_t>(place)] = *std::move(prompt);
+    } else if (slot.error.ok() || place < slot.error_place) {
+      slot.error = prompt.status();
+      slot.error_place = place;
+    }
+    if (--slot.missing == 0) may_take.notify_all();
+  }
+
+  void work() {
+    int64_t position = 0, index = 0;
+    while (claim(position, index)) {
+      const RawSample& sample = dataset->sample(index);
+      absl::StatusOr<Prompt> prompt = Prompt{};
+      const absl::Status status = catch_exceptions("preparing a sample", [&] {
+        prompt = prepare(sample, *prompts, options.prepare, position, cache);
+        return prompt.status();
+      });
+      if (!status.ok()) prompt = with_context(status, sample.name);
+      deliver(position, std::move(prompt));
+    }
+  }
+
+  std::shared_ptr<const Dataset> dataset;
+  std::shared_ptr<const PromptBuilder> prompts;
+  const LoaderOptions options;
+  ImageCache cache;
+
+  std::mutex mutex;
+  std::condition_variable may_fill;  // a step was taken, or stop
+  std::condition_variable may_take;  // a step is whole
+  SampleOrder order;                 // this and below: under `mutex`
+  std::map<int64_t, Slot> slots;
+  int64_t take_step;
+  int64_t fill_position;
+  bool stop = false;
+  absl::Status failed_with;  // a step's error; the loader has nothing to say after it
+  std::vector<std::thread> threads;
+};
+
+BatchLoader::BatchLoader(std::shared_ptr<const Dataset> dataset, std::shared_ptr<const PromptBuilder> prompts,
+                         LoaderOptions options) {
+  PARVL_CHECK(options.global_batch > 0 && options.prefetch_steps > 0 && options.threads > 0, "loader options");
+  impl_ = std::make_unique<Impl>(std::move(dataset), std::move(prompts), std::move(options));
+  for (int i = 0; i < impl_->options.threads; ++i) impl_->threads.emplace_back([impl = impl_.get()] { impl->work(); });
+}
+
+BatchLoader::~BatchLoader() {
+  {
+    const std::lock_guard<std::mutex> lock(impl_->mutex);
+    impl_->stop = true;
+  }
+  impl_->may_fill.notify_all();
+  for (std::thread& thread : impl_->threads) thread.join();
+}
+
+absl::StatusOr<GlobalBatch> BatchLoader::next() {
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  if (!impl_->failed_with.ok()) return impl_->failed_with;
+  const int64_t step = impl_->take_step;
+  if (step >= impl_->options.last_step) return absl::OutOfRangeError(absl::StrCat("no batch after step ", step));
+  impl_->may_take.wait(lock, [&] {
+    const auto slot = impl_->slots.find(step);
+    return slot != impl_->slots.end() && slot->second.missing == 0;
+  });
+  Impl::Slot slot = std::move(impl_->slots.extract(step).mapped());
+  ++impl_->take_step;
+  if (!slot.error.ok()) {
+    impl_->failed_with = slot.error;
+    impl_->stop = true;  // nothing after it will be asked for
+  }
+  lock.unlock();
+  impl_->may_fill.notify_all();
+  if (!slot.error.ok()) return slot.error;
+  return GlobalBatch{step, std::move(slot.samples)};
+}
+
+size_t BatchLoader::steps_ahead() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->slots.size();
+}
+
+}  // namespace parvl
