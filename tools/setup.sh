@@ -55,4 +55,7 @@ if [ ! -e "$deps/jinja/.ready" ]; then
     vendor/llama.cpp/common/jinja/ vendor/llama.cpp/common/unicode vendor/llama.cpp/common/json. vendor/llama.cpp/LICENSE
   touch "$deps/jinja/.ready"
 fi
-if [ "${1:-}" = tests ]; then pip_target oracle tools/requirements-tests.txt; fi
+if [ "${1:-}" = tests ]; then
+  pip_target oracle tools/requirements-tests.txt
+  if [ ! -e "$deps/cuda-stubs/libstubs.so" ]; then tools/stub_cuda_libs.sh "$deps/torch/torch" "$deps/cuda-stubs"; fi
+fi

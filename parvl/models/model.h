@@ -1,0 +1,108 @@
+// A model as three objects with named tensors between them: vision encoder → "features" → projector → "visual" → backbone.
+// Each gives its work as a list of Pieces, so that training, pipelines and serving run the same code.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "parvl/nn/layers.h"
+#include "parvl/nn/segment.h"
+#include "parvl/plan/model_spec.h"
+
+namespace parvl {
+
+// Patches of one image or video: frames, rows, columns.
+struct Grid {
+  int64_t t = 1;
+  int64_t h = 0;
+  int64_t w = 0;
+  int64_t patches() const { return t * h * w; }
+};
+
+// An image's place in a sequence: its merged tokens start at token `begin`.
+struct ImageSpan {
+  int64_t begin = 0;
+  Grid grid;
+};
+
+// Images → features. Reads "pixels" [P, patch_values] (patches of all images one after another), gives "features" [P, hidden].
+class VisionEncoder {
+ public:
+  virtual ~VisionEncoder() = default;
+  // The pieces for images of these grids. What they bind lives on `device`; angles are float64 in a float64 model.
+  virtual std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const = 0;
+};
+
+// Features → LLM embeddings. Reads "features", gives "visual" [P / merge², LLM hidden] in the images' own raster order.
+class Projector {
+ public:
+  virtual ~Projector() = default;
+  virtual std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const = 0;
+};
+
+// Positions of a packed batch's tokens on the rotary axes (time, height, width), all equal for plain text.
+struct RopePositions {
+  std::vector<std::array<int64_t, 3>> at;
+  int64_t next = 0;  // the position that the token after the sequence gets, on every axis
+};
+
+// One forward's input to the backbone. Packed sequences.
+struct BackboneBatch {
+  at::Tensor ids;             // int64 [T] on the device
+  at::Tensor visual_rows;     // int64 [V]: the rows of T that the "visual" embeddings take, in order; undefined without images
+  RotaryTable rope;           // of the T tokens
+  std::shared_ptr<AttentionBackend> attention;
+};
+
+// Embeddings and decoder. The first piece reads "visual" when visual_rows is there; all give "hidden" [T, hidden]; the
+// last one of `loss_pieces` gives "loss".
+class Backbone {
+ public:
+  virtual ~Backbone() = default;
+  virtual std::vector<Piece> pieces(const BackboneBatch& batch) const = 0;
+  // Final norm and loss over `rows` (int64 [R], the positions that predict) with `targets` (int64 [R]); see head_loss.
+  virtual Piece loss_piece(at::Tensor rows, at::Tensor targets, double scale) const = 0;
+  // Final norm and logits [R, V] of rows of "hidden", in the compute dtype. No autograd.
+  virtual at::Tensor logits(const at::Tensor& hidden_RH) const = 0;
+  virtual RotaryTable rope(const std::vector<std::array<int64_t, 3>>& positions, at::Device device) const = 0;
+};
+
+// A family's modules and names. Parameters have no tensors until `params().allocate`. Immutable after that while serving.
+class Model {
+ public:
+  // Builds the family's model for a specification that parse_model_spec accepted.
+  static std::unique_ptr<Model> create(const ModelSpec& spec);
+  virtual ~Model() = default;
+
+  const ModelSpec& spec() const { return spec_; }
+  ParamTable& params() { return params_; }
+  const ParamTable& params() const { return params_; }
+  const VisionEncoder* vision_encoder() const { return vision_.get(); }  // null in a text-only model
+  const Projector* projector() const { return projector_.get(); }
+  const Backbone& backbone() const { return *backbone_; }
+
+  // Rotary positions of one sequence of `tokens` with its images in order of position.
+  virtual RopePositions positions(int64_t tokens, const std::vector<ImageSpan>& images) const;
+  // The name a parameter has in a Hugging Face checkpoint as the hub's directories write it, and all spellings that are read.
+  virtual std::vector<std::string> checkpoint_names(const Param& param) const = 0;
+
+ protected:
+  explicit Model(ModelSpec spec) : spec_(std::move(spec)) {}
+  ModelSpec spec_;
+  ParamTable params_;
+  std::unique_ptr<VisionEncoder> vision_;
+  std::unique_ptr<Projector> projector_;
+  std::unique_ptr<Backbone> backbone_;
+};
+
+// Runs pieces one after another without autograd.
+Bundle run_pieces(const std::vector<Piece>& pieces, Bundle bundle);
+
+std::unique_ptr<Model> make_llama(const ModelSpec& spec);  // and Qwen2
+std::unique_ptr<Model> make_qwen2_vl(const ModelSpec& spec);
+std::unique_ptr<Model> make_qwen2_5_vl(const ModelSpec& spec);
+
+}  // namespace parvl

@@ -1,0 +1,36 @@
+// Sequences with images → one packed batch for a model's pieces.
+#pragma once
+
+#include <vector>
+
+#include "parvl/models/model.h"
+
+namespace parvl {
+
+struct SequenceInput {
+  std::vector<int32_t> ids;
+  std::vector<ImageSpan> images;    // in order of position
+  std::vector<const float*> pixels;  // per image: [grid.patches() · patch_values], borrowed until pack returns
+  std::vector<uint8_t> is_target;   // per token, or empty: token i is learned from position i − 1
+};
+
+struct PackedBatch {
+  std::vector<Grid> grids;  // of all images, in packed order
+  at::Tensor pixels;        // [P, patch_values] float32 on the device; undefined without images
+  BackboneBatch backbone;
+  at::Tensor loss_rows;     // int64 [R]: rows whose output predicts a target
+  at::Tensor targets;       // int64 [R]
+  int64_t tokens = 0;
+  int64_t num_targets = 0;
+};
+
+// `attention` null: packed attention inside each sequence (training, scoring). A first token is never a target.
+PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
+                 std::shared_ptr<AttentionBackend> attention = nullptr);
+
+// Vision encoder and projector without autograd: "visual" [V, hidden]; undefined without images.
+at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device);
+// The decoder's output "hidden" [T, hidden] without autograd.
+at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual);
+
+}  // namespace parvl

@@ -1,0 +1,112 @@
+// Qwen2.5-VL: a ViT with window attention in most layers (RMSNorm, gated SiLU), a merging projector, a Qwen2 decoder with M-RoPE.
+#include <algorithm>
+
+#include "parvl/models/decoder.h"
+#include "parvl/models/vision.h"
+
+namespace parvl {
+namespace {
+
+struct Windows {
+  std::vector<int64_t> merged_order;  // merged tokens in window order
+  std::vector<int64_t> lengths;       // patches a window
+};
+
+// Windows of window_size pixels over the merged grid; those at the right and lower border are smaller.
+Windows make_windows(const VisionSpec& spec, const std::vector<Grid>& grids) {
+  const int64_t side = spec.window / spec.merge / spec.patch;
+  Windows out;
+  int64_t base = 0;
+  for (const Grid& grid : grids) {
+    const int64_t rows = grid.h / spec.merge, columns = grid.w / spec.merge;
+    for (int64_t t = 0; t < grid.t; ++t, base += rows * columns) {
+      for (int64_t top = 0; top < rows; top += side) {
+        for (int64_t left = 0; left < columns; left += side) {
+          const int64_t bottom = std::min(top + side, rows), right = std::min(left + side, columns);
+          for (int64_t row = top; row < bottom; ++row) {
+            for (int64_t column = left; column < right; ++column) out.merged_order.push_back(base + row * columns + column);
+          }
+          out.lengths.push_back((bottom - top) * (right - left) * spec.merge * spec.merge);
+        }
+      }
+    }
+  }
+  return out;
+}
+
+std::vector<int64_t> window_order(const VisionSpec& spec, const std::vector<Grid>& grids) {
+  return make_windows(spec, grids).merged_order;
+}
+
+class Qwen25VlVision : public VisionEncoder {
+ public:
+  Qwen25VlVision(ParamTable& params, const VisionSpec& spec) : spec_(spec) {
+    patch_embed_.weight = add_patch_embed(params, spec);
+    for (int64_t i = 0; i < spec.layers; ++i) blocks_.push_back(make_vision_block(params, spec, i, false, true));
+  }
+
+  std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const override {
+    const at::ScalarType type = patch_embed_.weight->value.scalar_type();
+    const Windows windows = make_windows(spec_, grids);
+    const auto raster = patch_positions(grids, spec_.merge);
+    const int64_t unit = spec_.merge * spec_.merge;
+    // Patches in window order: each merged token's square moves as one.
+    std::vector<int64_t> order;
+    std::vector<std::pair<int64_t, int64_t>> positions;
+    for (int64_t merged : windows.merged_order) {
+      for (int64_t i = 0; i < unit; ++i) {
+        order.push_back(merged * unit + i);
+        positions.push_back(raster[static_cast<size_t>(merged * unit + i)]);
+      }
+    }
+    const at::Tensor order_P = at::tensor(order, at::kLong).to(device);
+    const RotaryTable rope = vision_rope(spec_, positions, type == at::kDouble ? at::kDouble : at::kFloat, device);
+    const SeqLayout whole(frame_lengths(grids), device), windowed(windows.lengths, device);
+    std::vector<Piece> out;
+    out.push_back({"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, type, order_P](const Bundle& in) {
+                     return Bundle{{"features", patch_embed_(in.at("pixels").index_select(0, order_P).to(type))}};
+                   }});
+    const auto& full = spec_.full_attention_layers;
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      const bool sees_all = std::find(full.begin(), full.end(), static_cast<int64_t>(i)) != full.end();
+      const std::string name = "vision_encoder.blocks." + std::to_string(i);
+      out.push_back({name, {name + "."},
+                     [&block = blocks_[i], rope, layout = sees_all ? whole : windowed](const Bundle& in) {
+                       return Bundle{{"features", block(in.at("features"), rope, layout)}};
+                     }});
+    }
+    return out;
+  }
+
+ private:
+  VisionSpec spec_;
+  Linear patch_embed_;
+  std::vector<VisionBlock> blocks_;
+};
+
+class Qwen25Vl : public Model {
+ public:
+  explicit Qwen25Vl(const ModelSpec& spec) : Model(spec) {
+    vision_ = std::make_unique<Qwen25VlVision>(params_, *spec.vision);
+    projector_ = make_merger(params_, *spec.vision, spec.backbone.hidden, /*layer_norm=*/false, window_order);
+    backbone_ = make_decoder(params_, spec.backbone);
+  }
+
+  RopePositions positions(int64_t tokens, const std::vector<ImageSpan>& images) const override {
+    return mrope_positions(tokens, images, spec_.vision->merge);
+  }
+
+  std::vector<std::string> checkpoint_names(const Param& param) const override {
+    static const NameParts kParts = {{"patch_embed.", "patch_embed.proj."},  {".attn_norm.", ".norm1."},
+                                     {".mlp_norm.", ".norm2."},              {".attn.out.", ".attn.proj."},
+                                     {".mlp.gate.", ".mlp.gate_proj."},      {".mlp.up.", ".mlp.up_proj."},
+                                     {".mlp.down.", ".mlp.down_proj."}};
+    return vl_checkpoint_names(param, kParts);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Model> make_qwen2_5_vl(const ModelSpec& spec) { return std::make_unique<Qwen25Vl>(spec); }
+
+}  // namespace parvl

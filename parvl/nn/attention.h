@@ -1,0 +1,48 @@
+// Attention over packed sequences, and where its keys come from.
+//
+// Shapes: T tokens packed, N query heads, K key heads (K divides N), D head size.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace parvl {
+
+// Lengths of the sequences packed into T rows; attention never crosses a border.
+struct SeqLayout {
+  std::vector<int64_t> lengths;  // each > 0
+  int64_t total = 0;
+  int64_t longest = 0;
+  at::Tensor starts;  // int32 [sequences + 1] on the device, the running sum; only made for CUDA
+
+  SeqLayout() = default;
+  SeqLayout(std::vector<int64_t> lengths, at::Device device);
+  bool uniform() const { return !lengths.empty() && total == longest * static_cast<int64_t>(lengths.size()); }
+};
+
+// softmax(q kᵀ / √D) v inside each sequence. q_TND, k_TKD, v_TKD → [T, N, D]. Differentiable.
+at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD, const SeqLayout& layout,
+                            bool causal);
+
+// Where a decoder layer's keys and values come from: only this call's (training), or a cache (serving).
+class AttentionBackend {
+ public:
+  virtual ~AttentionBackend() = default;
+  // Causal. `layer` counts from 0 over the whole backbone.
+  virtual at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) = 0;
+};
+
+class PackedBackend : public AttentionBackend {
+ public:
+  explicit PackedBackend(SeqLayout layout) : layout_(std::move(layout)) {}
+  at::Tensor attend(int64_t, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) override {
+    return packed_attention(q_TND, k_TKD, v_TKD, layout_, /*causal=*/true);
+  }
+
+ private:
+  SeqLayout layout_;
+};
+
+}  // namespace parvl

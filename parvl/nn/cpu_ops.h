@@ -1,0 +1,23 @@
+// CPU operations that PyTorch lacks or does in many passes: tensors around the raw-pointer kernels of kernels/. No autograd.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <tuple>
+
+namespace parvl::cpu {
+
+// at::linear, but a few rows against a 16- or 32-bit weight on the CPU go through the matrix-vector kernel. Any device.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+
+// y and 1/sqrt(mean(x²)+eps) per row (float32; float64 for float64).
+std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+// dx, and dw in rstd's type (undefined unless want_dw).
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd,
+                                                     const at::Tensor& weight, bool want_dw);
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up);
+// `inverse` turns by the opposite angle, which is also the gradient.
+at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF, bool inverse);
+
+}  // namespace parvl::cpu

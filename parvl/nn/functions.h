@@ -1,0 +1,61 @@
+// Differentiable operations whose weights are Param handles. The backward gives the input's gradient to autograd and adds the
+// weight's gradient into Param::main_grad (or queues that work), so weights are never autograd leaves.
+//
+// Shapes: T tokens or patches (packed, no padding), I and O features in and out, N heads, D head size, V vocabulary.
+// All are called with grad mode on inside a Segment, or with grad mode off when serving; with grad off they keep nothing.
+// 16-bit values: matrix products in that type; norms, rotary, activations, softmax and loss in float32 inside.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <vector>
+
+#include "parvl/nn/param.h"
+
+namespace parvl {
+
+// The weight-gradient work of one Segment. Immediate: done inside backward. Deferred: kept until `run`, so that a schedule can
+// send the input's gradient first. One backward at a time.
+class WeightGradQueue {
+ public:
+  void set_deferred(bool deferred) { deferred_ = deferred; }
+  void submit(std::function<void()> work);
+  void run();
+  bool empty() const { return pending_.empty(); }
+
+ private:
+  bool deferred_ = false;
+  std::vector<std::function<void()>> pending_;
+};
+
+// Makes `queue` receive the weight gradients of operations called on this thread while the scope lives.
+class WeightGradScope {
+ public:
+  explicit WeightGradScope(WeightGradQueue* queue);
+  ~WeightGradScope();
+
+ private:
+  WeightGradQueue* previous_queue_;
+  at::Tensor previous_anchor_;
+};
+
+// y_TO = x_TI · wᵀ + b. `weight` [O, I]; `bias` [O] or null.
+at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias);
+// Rows of `table` [V, O]. `ids_T` int64.
+at::Tensor embedding(const at::Tensor& ids_T, const Param& table);
+// x / sqrt(mean(x²) + eps) · w over the last dim (Zhang & Sennrich, "Root mean square layer normalization", 2019).
+at::Tensor rms_norm(const at::Tensor& x, const Param& weight, double eps);
+at::Tensor layer_norm(const at::Tensor& x, const Param& weight, const Param& bias, double eps);
+// silu(gate) · up (Shazeer, "GLU variants improve transformer", 2020).
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+// x · sigmoid(1.702 x) (Hendrycks & Gimpel, "Gaussian error linear units", 2016).
+at::Tensor quick_gelu(const at::Tensor& x);
+// Rotates pairs (i, i + D/2) of every head: x_TND by the angles whose cosines and sines are cos_TF, sin_TF, F = D/2, float32 or
+// float64 (Su et al., "RoFormer", 2021; the half-split layout of Hugging Face checkpoints).
+at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF);
+// scale · Σ over rows of −log softmax(x · wᵀ)[target], a scalar in float32 (float64 for float64 inputs). Works through the rows in
+// chunks, so that no [rows, V] tensor in float32 exists. `targets_R` int64. No rows: a zero that still has the graph.
+at::Tensor head_loss(const at::Tensor& x_RI, const Param& weight, const at::Tensor& targets_R, double scale);
+
+}  // namespace parvl

@@ -1,0 +1,65 @@
+#include "parvl/nn/segment.h"
+
+#include <torch/csrc/autograd/autograd.h>
+
+namespace parvl {
+
+Bundle Segment::run_with_graph() {
+  at::AutoGradMode grad(true);
+  WeightGradScope scope(&queue_);
+  return piece_.run(leaves_);
+}
+
+Bundle Segment::forward(const Bundle& in) {
+  if (!wants_grad()) {
+    at::NoGradGuard no_grad;
+    return piece_.run(in);
+  }
+  leaves_ = {};
+  for (const auto& [name, tensor] : in.entries()) {
+    at::Tensor leaf = tensor.detach();
+    if (options_.input_grad) leaf.requires_grad_(true);
+    leaves_.set(name, leaf);
+  }
+  Bundle detached;
+  if (options_.recompute) {
+    at::NoGradGuard no_grad;
+    detached = piece_.run(leaves_);
+  } else {
+    outputs_ = run_with_graph();
+    for (const auto& [name, tensor] : outputs_.entries()) detached.set(name, tensor.detach());
+  }
+  return detached;
+}
+
+Bundle Segment::backward_input(const Bundle& grad_out, bool defer_weights) {
+  if (!wants_grad()) return {};
+  if (options_.recompute) outputs_ = run_with_graph();
+  std::vector<at::Tensor> outputs, grads;
+  for (const auto& [name, tensor] : outputs_.entries()) {
+    const at::Tensor grad = grad_out.find(name);
+    if (!grad.defined() || !tensor.requires_grad()) continue;
+    outputs.push_back(tensor);
+    grads.push_back(grad);
+  }
+  queue_.set_deferred(defer_weights);
+  if (!outputs.empty()) torch::autograd::backward(outputs, grads);
+  outputs_ = {};
+  Bundle grad_in;
+  if (options_.input_grad) {
+    for (const auto& [name, leaf] : leaves_.entries()) {
+      if (leaf.grad().defined()) grad_in.set(name, leaf.grad());
+    }
+  }
+  leaves_ = {};
+  return grad_in;
+}
+
+void Segment::backward_weight() { queue_.run(); }
+
+void Segment::release() {
+  leaves_ = {};
+  outputs_ = {};
+}
+
+}  // namespace parvl
