@@ -19,7 +19,11 @@ thread_local WeightGradQueue* t_queue = nullptr;
 // A leaf that makes an operation's output part of the graph when only its weights are trained. It never receives a gradient.
 thread_local at::Tensor t_anchor;
 
-at::Tensor anchor_for(const Param& param) { return param.trainable() ? t_anchor : at::Tensor(); }
+at::Tensor anchor_for(const Param& param) {
+  if (param.trainable() && t_anchor.defined()) return t_anchor;
+  static const at::Tensor kNone = at::zeros({1});
+  return kNone;
+}
 
 // Operations keep Param and queue addresses in the graph; both outlive it (the model and the Segment own them).
 int64_t pack(const void* pointer) { return reinterpret_cast<int64_t>(pointer); }
