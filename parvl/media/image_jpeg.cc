@@ -1,10 +1,12 @@
 // JPEG by libjpeg-turbo. Its errors jump (longjmp), so the functions that set the jump own nothing that needs a
 // destructor.
-#include <jerror.h>
+// clang-format off
+#include <cstdio>  // jpeglib.h needs it first
 #include <jpeglib.h>
+#include <jerror.h>
+// clang-format on
 
 #include <csetjmp>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <string>

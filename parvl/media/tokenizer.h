@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "parvl/base/json.h"
 #include "parvl/base/status.h"
 
 namespace parvl {
@@ -29,14 +30,17 @@ struct EncodedToken {
 // Immutable after load; thread-safe.
 class Tokenizer {
  public:
-  // Reads DIR/tokenizer.json. What the file asks for and this reader does not know is an error naming it, never ignored.
+  // Reads DIR/tokenizer.json. What the file asks for and this reader does not know is an error naming it, never
+  // ignored.
   static absl::StatusOr<std::shared_ptr<const Tokenizer>> load(const std::string& dir);
+  // The same from a parsed file; `name` is what errors call it.
+  static absl::StatusOr<std::shared_ptr<const Tokenizer>> from_json(const Json& json, const std::string& name);
   ~Tokenizer();
 
   std::vector<EncodedToken> encode(const std::vector<TextRun>& runs) const;
   std::vector<TokenId> encode(std::string_view text, bool trusted) const;
-  // `text` after the file's normaliser and post-processor (the tokens it prepends, as Llama 3's <|begin_of_text|>), for plain
-  // completions: what transformers' tokenizer(text) gives when `trusted`.
+  // `text` after the file's normaliser and post-processor (the tokens it prepends, as Llama 3's <|begin_of_text|>), for
+  // plain completions: what transformers' tokenizer(text) gives when `trusted`.
   std::vector<TokenId> encode_with_prefix(std::string_view text, bool trusted) const;
 
   // The bytes of one token; a special token gives its text. Empty for ids that have none.
@@ -57,8 +61,8 @@ class Tokenizer {
 // Holds back bytes until they are whole UTF-8 characters: feed tokens' bytes, take what may be shown.
 class Utf8Stream {
  public:
-  // The complete characters so far, in order; an incomplete tail (at most 3 bytes) waits. Bytes that can never become valid
-  // come out as U+FFFD.
+  // The complete characters so far, in order; an incomplete tail (at most 3 bytes) waits. Bytes that can never become
+  // valid come out as U+FFFD.
   std::string push(std::string_view bytes);
   std::string flush();  // the waiting tail as U+FFFD
 
