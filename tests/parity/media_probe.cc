@@ -2,12 +2,14 @@
 // Pixels and floats go through the file named by "out". An error is {"error": message}.
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <string>
 
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/media/image.h"
 #include "parvl/media/image_processor.h"
+#include "parvl/media/tokenizer.h"
 
 namespace parvl {
 namespace {
@@ -66,6 +68,50 @@ absl::StatusOr<Json> process(const Json& command) {
   return Json{{"grid", {done.grid_t, done.grid_h, done.grid_w}}, {"tokens", done.num_tokens()}};
 }
 
+absl::StatusOr<std::shared_ptr<const Tokenizer>> tokenizer_of(const Json& command) {
+  static std::map<std::string, std::shared_ptr<const Tokenizer>> loaded;
+  const std::string dir = command.at("dir");
+  if (!loaded.contains(dir)) {
+    PARVL_ASSIGN_OR_RETURN(loaded[dir], Tokenizer::load(dir));
+  }
+  return loaded[dir];
+}
+
+// "runs": [[text, trusted], ...].
+absl::StatusOr<Json> encode(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(auto tokenizer, tokenizer_of(command));
+  std::vector<TextRun> runs;
+  for (const Json& run : command.at("runs")) runs.push_back({run[0], run[1]});
+  Json ids = Json::array(), ranges = Json::array();
+  for (const EncodedToken& token : tokenizer->encode(runs)) {
+    ids.push_back(token.id);
+    ranges.push_back({token.begin, token.end});
+  }
+  return Json{{"ids", ids}, {"ranges", ranges}};
+}
+
+absl::StatusOr<Json> encode_with_prefix(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(auto tokenizer, tokenizer_of(command));
+  return Json{{"ids", tokenizer->encode_with_prefix(command.at("text").get<std::string>(), true)}};
+}
+
+absl::StatusOr<Json> decode_ids(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(auto tokenizer, tokenizer_of(command));
+  const std::vector<TokenId> ids = command.at("ids");
+  Utf8Stream stream;
+  std::string streamed;
+  for (const TokenId id : ids) streamed += stream.push(tokenizer->token_bytes(id));
+  streamed += stream.flush();
+  return Json{{"text", tokenizer->decode(ids, command.at("skip_special"))}, {"streamed", streamed}};
+}
+
+absl::StatusOr<Json> vocabulary(const Json& command) {
+  PARVL_ASSIGN_OR_RETURN(auto tokenizer, tokenizer_of(command));
+  Json ids = Json::array();
+  for (const Json& token : command.at("tokens")) ids.push_back(tokenizer->id_of(token.get<std::string>()));
+  return Json{{"ids", ids}, {"size", tokenizer->vocab_size()}};
+}
+
 absl::StatusOr<Json> answer(const Json& command) {
   const std::string op = command.at("op");
   if (op == "decode") return decode(command);
@@ -73,6 +119,10 @@ absl::StatusOr<Json> answer(const Json& command) {
   if (op == "dihedral") return turn(command);
   if (op == "png") return to_png(command);
   if (op == "process") return process(command);
+  if (op == "encode") return encode(command);
+  if (op == "encode_with_prefix") return encode_with_prefix(command);
+  if (op == "decode_ids") return decode_ids(command);
+  if (op == "vocabulary") return vocabulary(command);
   return invalid("unknown op ", op);
 }
 
