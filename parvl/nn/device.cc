@@ -1,0 +1,81 @@
+#include "parvl/nn/device.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include "parvl/base/memory.h"
+
+namespace parvl {
+namespace {
+
+// Loads what PyTorch registers CUDA with. The library is found beside libtorch_cpu (this program's run path) or through the
+// loader's usual places.
+absl::Status load_cuda() {
+  if (at::hasCUDA()) return absl::OkStatus();
+  if (dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+    return absl::FailedPreconditionError("no GPU: the NVIDIA driver's libcuda.so.1 is not on this machine; use --device cpu");
+  }
+  // Lazy: of the libraries it links, only those that are called need to be complete.
+  if (dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_GLOBAL) == nullptr) {
+    return absl::FailedPreconditionError(absl::StrCat("libtorch_cuda.so does not load (", dlerror(),
+                                                      "); install PyTorch's CUDA libraries or use --device cpu"));
+  }
+  if (!at::hasCUDA() || at::detail::getCUDAHooks().deviceCount() == 0) {
+    return absl::FailedPreconditionError("the NVIDIA driver reports no GPU; use --device cpu");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<at::Device> select_device(const std::string& name) {
+  if (name == "cpu") return at::Device(at::kCPU);
+  if (name != "auto" && name != "cuda") return invalid("device '", name, "' is not one of auto, cpu, cuda");
+  const absl::Status cuda = load_cuda();
+  if (cuda.ok()) {
+    // Sums in a fixed order, so that a resumed run repeats to the bit; an operation without such a kernel only warns.
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+    at::globalContext().lazyInitDevice(at::kCUDA);
+    return at::Device(at::kCUDA, 0);
+  }
+  if (name == "cuda") return cuda;
+  return at::Device(at::kCPU);
+}
+
+std::string device_text(at::Device device) { return device.str(); }
+
+void synchronize(at::Device device) {
+  if (device.is_cuda()) c10::impl::VirtualGuardImpl(at::kCUDA).synchronizeDevice(device.index());
+}
+
+int64_t memory_in_use(at::Device device) {
+  if (!device.is_cuda()) return resident_bytes();
+  const auto stats = at::getDeviceAllocator(at::kCUDA)->getDeviceStats(device.index());
+  return stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].peak;
+}
+
+double peak_flops(at::Device device, at::ScalarType type) {
+  if (!device.is_cuda()) return 0;
+  using GetName = int (*)(char*, int, int);
+  auto* get_name = reinterpret_cast<GetName>(dlsym(RTLD_DEFAULT, "cuDeviceGetName"));
+  char name[128] = {};
+  if (get_name == nullptr || get_name(name, sizeof name - 1, device.index()) != 0) return 0;
+  struct Rates {
+    const char* part;
+    double half, single;
+  };
+  // Data sheets of the SXM or, where named so, PCIe parts.
+  static const Rates kRates[] = {{"H200", 989e12, 67e12}, {"H100 PCIe", 756e12, 51e12}, {"H100", 989e12, 67e12},
+                                 {"A100", 312e12, 19.5e12}, {"L40S", 362e12, 91.6e12}, {"L4", 121e12, 30.3e12}};
+  for (const Rates& rates : kRates) {
+    if (std::string(name).find(rates.part) == std::string::npos) continue;
+    if (type == at::kDouble) return 0;
+    return type == at::kFloat ? rates.single : rates.half;
+  }
+  return 0;
+}
+
+}  // namespace parvl

@@ -1,0 +1,29 @@
+// Which device computes. CUDA's half of libtorch is loaded only when a GPU is used.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+
+#include "parvl/base/status.h"
+
+namespace parvl {
+
+// auto: the first GPU when there is one and libtorch_cuda loads, else the CPU. cuda: that, or an error that says what is
+// missing. cpu. Call from one thread, before other work on a GPU.
+absl::StatusOr<at::Device> select_device(const std::string& name);
+
+// "cpu", or the GPU's index as "cuda:0".
+std::string device_text(at::Device device);
+
+// Waits until the device has finished what this thread queued.
+void synchronize(at::Device device);
+
+// Most bytes that tensors held at once on a GPU; the process's resident bytes on the CPU.
+int64_t memory_in_use(at::Device device);
+
+// The vendor's dense matrix rate of a GPU in FLOP/s for a compute dtype (without sparsity; float32 without tf32); 0 when the
+// device is not in the table (the CPU is not).
+double peak_flops(at::Device device, at::ScalarType type);
+
+}  // namespace parvl

@@ -1,0 +1,58 @@
+// AdamW and SGD over flat memory: the trained parameters of one group (same learning rate and weight decay) lie one after
+// another, so a step is a few kernels whatever the number of parameters, and sharding it later cuts one tensor.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "parvl/nn/param.h"
+#include "parvl/train/recipe.h"
+
+namespace parvl {
+
+// Parameters with one learning rate and one weight decay.
+struct OptimGroupState {
+  double lr = 0;
+  double weight_decay = 0;
+  std::vector<Param*> params;
+  std::vector<int64_t> offsets;  // of each parameter in the flat tensors
+  at::Tensor master, grad;       // flat; the parameters' tensors are views of these
+  at::Tensor value;              // flat in the compute dtype; master itself when the dtypes agree
+  at::Tensor moment1, moment2;   // AdamW; SGD with momentum uses moment1
+  at::Tensor step;               // AdamW's counter, a float scalar
+};
+
+// Not thread-safe.
+class Optimizer {
+ public:
+  // Decides which parameters train (recipe.freeze), groups them, and gives every parameter of `params` its tensors on `device`:
+  // masters and gradients in float32 (float64 for `dtype` float64), values in `dtype`, uninitialised. A pattern of `freeze`
+  // or `groups` that matches no parameter, or nothing left to train, is InvalidArgument.
+  static absl::StatusOr<std::unique_ptr<Optimizer>> create(ParamTable& params, const Recipe& recipe, DType dtype,
+                                                           at::Device device);
+
+  void zero_grad();
+  // √Σ gradient², each element once, as a scalar on the device (float64).
+  at::Tensor grad_norm() const;
+  // Scales all gradients by `factor` (a scalar on the device).
+  void scale_grads(const at::Tensor& factor);
+  // One update with learning rates times `lr_factor`, then the values are refreshed from the masters.
+  void step(double lr_factor);
+  void refresh_values();
+
+  std::vector<OptimGroupState>& groups() { return groups_; }
+  const std::vector<OptimGroupState>& groups() const { return groups_; }
+  int64_t steps_done() const { return steps_done_; }
+  void set_steps_done(int64_t steps);
+
+ private:
+  explicit Optimizer(const OptimRecipe& recipe) : recipe_(recipe) {}
+  OptimRecipe recipe_;
+  std::vector<OptimGroupState> groups_;
+  int64_t steps_done_ = 0;
+};
+
+}  // namespace parvl

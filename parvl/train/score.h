@@ -1,0 +1,27 @@
+// Teacher-forced scores of a data set: the loss, and how often greedy decoding would give exactly the right answer.
+#pragma once
+
+#include <functional>
+
+#include "parvl/models/packing.h"
+#include "parvl/train/data.h"
+
+namespace parvl {
+
+struct ScoreOptions {
+  int64_t batch = 16;
+  int64_t max_length = 0;
+  int64_t limit = 0;  // samples; 0: all
+  std::function<void()> on_batch;
+};
+
+struct Score {
+  double loss = 0;      // mean cross-entropy over assistant tokens
+  double accuracy = 0;  // share of samples whose every assistant token is the most likely one
+  int64_t samples = 0;
+};
+
+absl::StatusOr<Score> score_dataset(const Model& model, const PromptBuilder& prompts, const Dataset& data, at::Device device,
+                                    const ScoreOptions& options);
+
+}  // namespace parvl
