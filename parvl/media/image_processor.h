@@ -11,15 +11,15 @@
 
 namespace parvl {
 
-// grid_t · grid_h · grid_w patches, row-major in merge order (each merge × merge square of patches is contiguous), each patch
-// [channel, temporal_patch, patch, patch] float32.
+// grid_t · grid_h · grid_w patches, row-major in merge order (each merge × merge square of patches is contiguous), each
+// patch [channel, temporal_patch, patch, patch] float32.
 struct ProcessedImage {
   int grid_t = 0;
   int grid_h = 0;
   int grid_w = 0;
-  int patch_floats = 0;           // values a patch
+  int patch_floats = 0;  // values a patch
   int merge_size = 1;
-  std::vector<float> patches;     // [num_patches() · patch_floats]
+  std::vector<float> patches;  // [num_patches() · patch_floats]
   int64_t num_patches() const { return int64_t{grid_t} * grid_h * grid_w; }
   int64_t num_tokens() const { return num_patches() / (merge_size * merge_size); }  // after the projector's merge
 };
@@ -43,7 +43,8 @@ struct ImageProcessorConfig {
 class ImageProcessor {
  public:
   explicit ImageProcessor(ImageProcessorConfig config) : config_(std::move(config)) {}
-  // Reads preprocessor_config.json of a Hugging Face directory (both the min_pixels/max_pixels and the `size` spelling).
+  // Reads preprocessor_config.json of a Hugging Face directory (both the min_pixels/max_pixels and the `size`
+  // spelling).
   static absl::StatusOr<ImageProcessor> load(const std::string& dir);
 
   // InvalidArgument for what the Hugging Face processor refuses (aspect ratio of 200 or more), naming the sides.

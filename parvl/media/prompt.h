@@ -34,8 +34,9 @@ struct MediaSpan {
 
 struct Prompt {
   std::vector<TokenId> ids;
-  std::vector<MediaSpan> media;        // in order of position
-  std::vector<uint8_t> is_target;      // per token: 1 where an assistant turn's token is learned (with its end-of-turn token)
+  std::vector<MediaSpan> media;  // in order of position
+  std::vector<uint8_t>
+      is_target;  // per token: 1 where an assistant turn's token is learned (with its end-of-turn token)
   std::vector<std::shared_ptr<const ProcessedImage>> images;  // by image_index
 };
 
@@ -49,17 +50,18 @@ struct PromptOptions {
 class PromptBuilder {
  public:
   // Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (or the one inside tokenizer_config.json),
-  // preprocessor_config.json (absent: a text-only model) and config.json (the image token id) of a Hugging Face directory.
+  // preprocessor_config.json (absent: a text-only model) and config.json (the image token id) of a Hugging Face
+  // directory.
   static absl::StatusOr<std::shared_ptr<const PromptBuilder>> load(const std::string& dir);
   ~PromptBuilder();
 
   const Tokenizer& tokenizer() const;
-  bool has_images() const;  // whether the model takes images
+  bool has_images() const;                        // whether the model takes images
   const ImageProcessor& image_processor() const;  // only when has_images()
   bool has_chat_template() const;
 
-  // Errors (InvalidArgument): no chat template; the template raised (its message); an image part in a text-only model; an
-  // image part whose index is out of range.
+  // Errors (InvalidArgument): no chat template; the template raised (its message); an image part in a text-only model;
+  // an image part whose index is out of range.
   absl::StatusOr<Prompt> build(const std::vector<Message>& messages,
                                std::vector<std::shared_ptr<const ProcessedImage>> images,
                                const PromptOptions& options) const;

@@ -191,6 +191,11 @@ bool Tokenizer::is_special(TokenId id) const {
   return id >= 0 && static_cast<size_t>(id) < impl_->special.size() && impl_->special[static_cast<size_t>(id)] != 0;
 }
 
+bool Tokenizer::is_added(TokenId id) const {
+  return std::any_of(impl_->file->added.begin(), impl_->file->added.end(),
+                     [id](const AddedToken& token) { return token.id == id; });
+}
+
 std::string Tokenizer::decode(const std::vector<TokenId>& ids, bool skip_special) const {
   std::string bytes;
   for (const TokenId id : ids) {
@@ -202,6 +207,12 @@ std::string Tokenizer::decode(const std::vector<TokenId>& ids, bool skip_special
 TokenId Tokenizer::id_of(std::string_view token) const {
   const auto it = impl_->file->id_by_text.find(absl::string_view(token.data(), token.size()));
   return it == impl_->file->id_by_text.end() ? -1 : it->second;
+}
+
+std::vector<std::string> Tokenizer::added_texts() const {
+  std::vector<std::string> texts;
+  for (const AddedToken& token : impl_->file->added) texts.push_back(token.content);
+  return texts;
 }
 
 int64_t Tokenizer::vocab_size() const { return static_cast<int64_t>(impl_->file->bytes.size()); }

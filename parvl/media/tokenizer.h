@@ -46,9 +46,13 @@ class Tokenizer {
   // The bytes of one token; a special token gives its text. Empty for ids that have none.
   std::string_view token_bytes(TokenId id) const;
   bool is_special(TokenId id) const;
+  // Whether the file adds the token, special or not: encode gives it only for its own, trusted text.
+  bool is_added(TokenId id) const;
   std::string decode(const std::vector<TokenId>& ids, bool skip_special) const;  // invalid UTF-8 becomes U+FFFD
   // The id of a token by its text (added tokens and vocabulary), or -1.
   TokenId id_of(std::string_view token) const;
+  // The texts of all added tokens, special or not.
+  std::vector<std::string> added_texts() const;
   // One more than the largest id.
   int64_t vocab_size() const;
 

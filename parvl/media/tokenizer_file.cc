@@ -123,8 +123,13 @@ absl::StatusOr<TokenId> id_from(const Json& value, const std::string& what) {
   return value.get<TokenId>();
 }
 
+// A token as a message may show it: short, on one line.
 std::string named(const std::string& token) {
-  return absl::StrCat("token '", token.size() > 80 ? repair_utf8(token.substr(0, 80)) + "..." : token, "'");
+  std::string shown = token.size() > 80 ? repair_utf8(token.substr(0, 80)) + "..." : token;
+  for (char& c : shown) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  return absl::StrCat("token '", shown, "'");
 }
 
 // Enters a token into the tables by id and by text.
@@ -247,6 +252,21 @@ absl::Status read_added_tokens(const Json& file, TokenizerFile& out) {
   return absl::OkStatus();
 }
 
+// A special token whose text the vocabulary and the merges know as well must not come from typed text that way.
+void reserve_special_tokens(TokenizerFile& out) {
+  std::set<TokenId> special;
+  for (const AddedToken& token : out.added) {
+    if (!token.special) continue;
+    special.insert(token.id);
+    std::string bytes;
+    if (bytes_of_spelled(token.content, bytes)) out.model.by_bytes.erase(bytes);
+  }
+  for (auto it = out.model.merges.begin(); it != out.model.merges.end();) {
+    const auto here = it++;
+    if (special.contains(here->second.result)) out.model.merges.erase(here);
+  }
+}
+
 // TemplateProcessing's "single" list: special tokens before and after the one sequence.
 absl::Status read_template(const Json& step, TokenizerFile& out) {
   const auto single = step.find("single"), specials = step.find("special_tokens");
@@ -312,6 +332,7 @@ absl::StatusOr<std::unique_ptr<TokenizerFile>> read_tokenizer_file(const Json& j
   PARVL_RETURN_IF_ERROR(check_decoder(json));
   PARVL_RETURN_IF_ERROR(read_model(json, *out));
   PARVL_RETURN_IF_ERROR(read_added_tokens(json, *out));
+  reserve_special_tokens(*out);
   PARVL_RETURN_IF_ERROR(read_post_processor(json, *out));
   return out;
 }
