@@ -49,7 +49,7 @@ def environment(build: pathlib.Path) -> dict[str, str]:
     env["PARVL_BUILD"] = str(build)
     env["OMP_NUM_THREADS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(str(ROOT / ".deps" / folder) for folder in ("oracle", "torch"))
-    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    env["PYTHONPYCACHEPREFIX"] = str(ROOT / ".deps" / "pycache")
     env["HF_HUB_OFFLINE"] = "1"
     return env
 
