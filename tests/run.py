@@ -7,6 +7,7 @@ A file of those folders that does not mention unittest is a helper. A unittest f
 """
 import argparse
 import concurrent.futures
+import ctypes
 import json
 import os
 import pathlib
@@ -51,7 +52,18 @@ def environment(build: pathlib.Path) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(str(ROOT / ".deps" / folder) for folder in ("oracle", "torch"))
     env["PYTHONPYCACHEPREFIX"] = str(ROOT / ".deps" / "pycache")
     env["HF_HUB_OFFLINE"] = "1"
+    stubs = ROOT / ".deps" / "cuda-stubs"
+    if stubs.is_dir() and not has_gpu():  # Python's torch links CUDA libraries that a machine without a GPU lacks
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(stubs), env.get("LD_LIBRARY_PATH")]))
     return env
+
+
+def has_gpu() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    except OSError:
+        return False
 
 
 def programs(folder: pathlib.Path) -> list[pathlib.Path]:
