@@ -1,0 +1,222 @@
+#include "parvl/serve/gateway.h"
+
+#include <absl/strings/ascii.h>
+#include <absl/strings/match.h>
+#include <openssl/crypto.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "parvl/base/file.h"
+#include "parvl/base/log.h"
+#include "parvl/base/text.h"
+#include "parvl/serve/api_error.h"
+#include "parvl/serve/serve_request.h"
+
+namespace parvl {
+namespace {
+
+constexpr size_t kCredits = 2;            // one request runs, the next is made ready
+constexpr size_t kPoolThreads = 2;        // parse, decode, tokenise
+constexpr size_t kMaxWarnedFields = 256;  // a client cannot grow the list for ever
+
+constexpr char kChat[] = "/v1/chat/completions";
+constexpr char kModels[] = "/v1/models";
+constexpr char kOk[] = R"({"status":"ok"})";
+
+bool is_probe(std::string_view path) { return path == "/livez" || path == "/readyz" || path == "/health"; }
+
+bool is_get(const HttpConnection& connection) {
+  return connection.method() == http::verb::get || connection.method() == http::verb::head;
+}
+
+absl::Status wrong_method(const HttpConnection& connection, const char* wanted) {
+  return api_error(405, std::string(connection.path()) + " answers " + wanted + " only", "method_not_allowed");
+}
+
+}  // namespace
+
+LoadedModel::LoadedModel(std::unique_ptr<Generator> loaded, int64_t max_images) : thread(std::move(loaded)) {
+  const Generator& generator = thread.generator();
+  limits = prompt_limits(generator);
+  rules.defaults = generator.default_sampling();
+  rules.vocab_size = generator.prompts().tokenizer().vocab_size();
+  rules.takes_images = generator.prompts().has_images();
+  rules.max_images = max_images;
+}
+
+Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock& clock)
+    : io_(io),
+      options_(options),
+      clock_(clock),
+      rng_(options.seed),
+      admission_(static_cast<size_t>(options.max_queue) + 1, kCredits),
+      pool_(kPoolThreads),
+      created_(clock.wall_ns() / 1'000'000'000) {
+  for (const std::string& key : options.api_keys) key_hashes_.push_back(sha256_hex(key));
+}
+
+Gateway::~Gateway() = default;
+
+void Gateway::stop() {
+  when_idle_ = nullptr;
+  admission_.close();
+  pool_.join();
+  model_.reset();
+}
+
+std::string Gateway::random_hex() {
+  return absl::StrCat(absl::Hex(rng_.next(), absl::kZeroPad16), absl::Hex(rng_.next(), absl::kZeroPad16));
+}
+
+// Hashes have one length, and their comparison takes one time, whatever the client sent.
+absl::Status Gateway::check_key(const HttpConnection& connection) const {
+  if (key_hashes_.empty() || is_probe(connection.path())) return absl::OkStatus();
+  const std::string_view header = connection.header("Authorization");
+  const bool bearer = header.size() > 7 && absl::EqualsIgnoreCase(std::string(header.substr(0, 7)), "Bearer ");
+  const std::string hash = sha256_hex(bearer ? header.substr(7) : std::string_view());
+  bool known = false;
+  for (const std::string& key : key_hashes_) known |= CRYPTO_memcmp(hash.data(), key.data(), hash.size()) == 0;
+  if (bearer && known) return absl::OkStatus();
+  return api_error(401, bearer ? "the API key is not valid" : "an API key is needed: `Authorization: Bearer KEY`",
+                   "invalid_api_key");
+}
+
+absl::Status Gateway::health() const {
+  switch (state_) {
+    case State::kReady:
+      return absl::OkStatus();
+    case State::kLoading:
+      return api_error(503, "the model is still loading", "loading");
+    case State::kDraining:
+    case State::kCutting:
+      break;
+  }
+  return api_error(503, "the server is shutting down", "draining");
+}
+
+absl::Status Gateway::check(const HttpConnection& connection) {
+  const std::string_view path = connection.path();
+  PARVL_RETURN_IF_ERROR(check_key(connection));
+  if (path == kChat) {
+    return connection.method() == http::verb::post ? health() : wrong_method(connection, "POST");
+  }
+  if (is_probe(path) || path == "/version") {
+    return is_get(connection) ? absl::OkStatus() : wrong_method(connection, "GET");
+  }
+  if (path == kModels || path.starts_with("/v1/models/")) {
+    return is_get(connection) ? health() : wrong_method(connection, "GET");
+  }
+  if (path == "/v1/completions" || path == "/tokenize" || path == "/detokenize") {
+    return api_error(400, std::string(path) + " is not available yet", "not_available_yet");
+  }
+  return api_error(404, absl::StrCat("there is no route ", excerpt(path)), "route_not_found");
+}
+
+asio::awaitable<void> Gateway::handle(HttpConnection& connection) {
+  if (state_ == State::kDraining || state_ == State::kCutting) connection.close_after_this();
+  const std::string_view path = connection.path();
+  if (path == kChat) {
+    absl::Status status = health();  // again: the body may have taken its time
+    if (!status.ok()) co_return co_await connection.reply_error(std::move(status));
+    co_await serve_chat(*this, connection);
+  } else if (path == "/livez") {
+    co_await connection.reply(200, kOk);
+  } else if (path == "/version") {
+    const Json version = {{"version", options_.version}};
+    co_await connection.reply(200, dump_json(version));
+  } else if (is_probe(path)) {
+    co_await reply_health(connection);
+  } else {
+    co_await reply_models(connection);
+  }
+}
+
+asio::awaitable<void> Gateway::reply_health(HttpConnection& connection) {
+  if (absl::Status status = health(); !status.ok()) {
+    co_await connection.reply_error(std::move(status));
+  } else {
+    co_await connection.reply(200, kOk);
+  }
+}
+
+Json Gateway::model_card(const std::string& name) const {
+  const Generator& generator = model_->thread.generator();
+  Json modules = {{"llm_backbone", generator.device_name()}};
+  if (generator.prompts().has_images()) {
+    modules["vision_encoder"] = generator.device_name();
+    modules["projector"] = generator.device_name();
+  }
+  return {{"id", name},
+          {"object", "model"},
+          {"created", created_},
+          {"owned_by", "parvl"},
+          {"root", options_.model_dir},
+          {"parent", nullptr},
+          {"max_model_len", generator.max_model_len()},
+          {"parvl", {{"modules", std::move(modules)}}}};
+}
+
+asio::awaitable<void> Gateway::reply_models(HttpConnection& connection) {
+  if (connection.path() == kModels) {
+    Json list = Json::array();
+    for (const std::string& name : options_.served_names) list.push_back(model_card(name));
+    const Json models = {{"object", "list"}, {"data", std::move(list)}};
+    co_await connection.reply(200, dump_json(models));
+    co_return;
+  }
+  const std::string name(connection.path().substr(sizeof kModels));
+  if (absl::Status status = check_model(name); !status.ok()) {
+    co_await connection.reply_error(std::move(status));
+  } else {
+    co_await connection.reply(200, dump_json(model_card(name)));
+  }
+}
+
+absl::Status Gateway::check_model(const std::string& name) const {
+  const auto& names = options_.served_names;
+  if (std::find(names.begin(), names.end(), name) != names.end()) return absl::OkStatus();
+  return api_error(404, absl::StrCat("there is no model ", excerpt(name), "; this server answers as ", names.front()),
+                   "model_not_found", "model");
+}
+
+void Gateway::warn_unknown_fields(const std::vector<std::string>& fields) {
+  for (const std::string& field : fields) {
+    if (warned_fields_.size() >= kMaxWarnedFields) return;
+    const std::string name = excerpt(field);
+    if (warned_fields_.insert(name).second)
+      log_warning("requests carry the unknown field ", name, ", which has no effect");
+  }
+}
+
+void Gateway::finished(const HttpConnection& connection, int http_status) {
+  if (!options_.log_requests) return;
+  log_info(connection.request_id(), " ", excerpt(connection.path()), " ",
+           http_status == 0 ? "client left" : std::to_string(http_status));
+}
+
+void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
+  model_ = std::move(model);
+  if (state_ == State::kLoading) state_ = State::kReady;
+}
+
+void Gateway::drain(std::function<void()> when_idle) {
+  if (state_ == State::kLoading || state_ == State::kReady) state_ = State::kDraining;
+  when_idle_ = std::move(when_idle);
+  if (active_.empty()) when_idle_();
+}
+
+void Gateway::cut() {
+  state_ = State::kCutting;
+  for (Wakeup* wakeup : active_) wakeup->notify();
+}
+
+Gateway::ActiveRequest::ActiveRequest(Gateway& gateway, Wakeup& wakeup)
+    : gateway_(gateway), place_(gateway.active_.insert(gateway.active_.end(), &wakeup)) {}
+
+Gateway::ActiveRequest::~ActiveRequest() {
+  gateway_.active_.erase(place_);
+  if (gateway_.active_.empty() && gateway_.when_idle_) gateway_.when_idle_();
+}
+
+}  // namespace parvl

@@ -1,0 +1,100 @@
+// The state behind the routes: what is loaded, who waits, whether we are shutting down. One thread, the io_context's.
+#pragma once
+
+#include <list>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "parvl/base/clock.h"
+#include "parvl/base/rng.h"
+#include "parvl/serve/admission.h"
+#include "parvl/serve/async.h"
+#include "parvl/serve/generation_thread.h"
+#include "parvl/serve/http_connection.h"
+#include "parvl/serve/openai_request.h"
+#include "parvl/serve/options.h"
+#include "parvl/serve/prepare_prompt.h"
+
+namespace parvl {
+
+// A model that answers. Everything but the thread inside is read-only, so that pool threads may use it.
+struct LoadedModel {
+  explicit LoadedModel(std::unique_ptr<Generator> generator, int64_t max_images);
+  GenerationThread thread;
+  PromptLimits limits;
+  ChatRules rules;
+  const PromptBuilder& prompts() const { return thread.generator().prompts(); }
+};
+
+class Gateway : public HttpHandler {
+ public:
+  enum class State { kLoading, kReady, kDraining, kCutting };
+
+  Gateway(asio::io_context& io, const ServeOptions& options, const Clock& clock);
+  ~Gateway() override;
+
+  absl::Status check(const HttpConnection& connection) override;
+  asio::awaitable<void> handle(HttpConnection& connection) override;
+  std::string new_request_id() override { return "req-" + random_hex(); }
+  void finished(const HttpConnection& connection, int http_status) override;
+
+  void model_loaded(std::unique_ptr<LoadedModel> model);
+  // No new requests; `when_idle` is called once none is left, at once if there is none.
+  void drain(std::function<void()> when_idle);
+  void cut();  // what is still running ends with an error
+  // Joins every thread behind the routes; requests that still wait hear nothing more. The io_context no longer runs.
+  void stop();
+
+  State state() const { return state_; }
+  size_t active() const { return active_.size(); }
+
+  // For serve_request.cc.
+  const ServeOptions& options() const { return options_; }
+  LoadedModel& model() { return *model_; }
+  Admission& admission() { return admission_; }
+  asio::thread_pool& pool() { return pool_; }
+  asio::io_context& io() { return io_; }
+  const Clock& clock() const { return clock_; }
+  std::string random_hex();
+  uint64_t random_seed() { return rng_.next(); }
+  absl::Status check_model(const std::string& name) const;
+  void warn_unknown_fields(const std::vector<std::string>& fields);
+
+  // While one lives, its request counts as active and hears of a cut.
+  class ActiveRequest {
+   public:
+    ActiveRequest(Gateway& gateway, Wakeup& wakeup);
+    ~ActiveRequest();
+    ActiveRequest(const ActiveRequest&) = delete;
+    ActiveRequest& operator=(const ActiveRequest&) = delete;
+
+   private:
+    Gateway& gateway_;
+    std::list<Wakeup*>::iterator place_;
+  };
+
+ private:
+  absl::Status check_key(const HttpConnection& connection) const;
+  absl::Status health() const;
+  Json model_card(const std::string& name) const;
+  asio::awaitable<void> reply_health(HttpConnection& connection);
+  asio::awaitable<void> reply_models(HttpConnection& connection);
+
+  asio::io_context& io_;
+  const ServeOptions& options_;
+  const Clock& clock_;
+  Rng rng_;
+  Admission admission_;
+  asio::thread_pool pool_;
+  std::unique_ptr<LoadedModel> model_;
+  int64_t created_;  // of the model, in seconds since 1970
+  State state_ = State::kLoading;
+  std::list<Wakeup*> active_;
+  std::function<void()> when_idle_;
+  std::vector<std::string> key_hashes_;
+  std::set<std::string> warned_fields_;
+};
+
+}  // namespace parvl

@@ -1,0 +1,225 @@
+#include "parvl/serve/http_connection.h"
+
+#include <algorithm>
+#include <boost/asio/bind_cancellation_slot.hpp>
+#include <boost/asio/write.hpp>
+#include <exception>
+#include <utility>
+
+#include "parvl/base/log.h"
+#include "parvl/serve/api_error.h"
+
+namespace parvl {
+namespace {
+
+constexpr size_t kReadBytes = 64u << 10;
+constexpr size_t kMaxRequestId = 128;
+
+bool usable_request_id(std::string_view id) {
+  return !id.empty() && id.size() <= kMaxRequestId &&
+         std::all_of(id.begin(), id.end(), [](unsigned char c) { return c > 0x20 && c < 0x7f; });
+}
+
+absl::Status body_too_large(size_t limit) {
+  return api_error(413, absl::StrCat("the body has more than ", limit, " bytes, the limit of a request"),
+                   "body_too_large");
+}
+
+absl::Status header_error(const boost::system::error_code& error, const HttpLimits& limits) {
+  if (error == beast::error::timeout) return api_error(408, "the request's headers took too long", "timeout");
+  if (error == http::error::header_limit || error == http::error::buffer_overflow) {
+    return api_error(431, absl::StrCat("the request's headers have more than ", limits.header_bytes, " bytes"),
+                     "headers_too_large");
+  }
+  return api_error(400, "this is not a valid HTTP request: " + error.message(), "bad_request");
+}
+
+}  // namespace
+
+HttpConnection::HttpConnection(HttpShared& shared, asio::ip::tcp::socket socket)
+    : shared_(shared),
+      stream_(std::move(socket)),
+      buffer_(shared.limits.header_bytes + 2 * kReadBytes),
+      wakeup_(std::make_shared<Wakeup>(shared.io)) {
+  ++shared_.connections;
+}
+
+HttpConnection::~HttpConnection() {
+  hold_body(0);
+  --shared_.connections;
+}
+
+std::string_view HttpConnection::header(std::string_view name) const {
+  const auto value = parser_->get()[beast::string_view(name.data(), name.size())];
+  return {value.data(), value.size()};
+}
+
+asio::awaitable<void> HttpConnection::run() {
+  const auto self = shared_from_this();
+  for (;;) {
+    const Next next = co_await read_request();
+    if (next == Next::kClose) break;
+    if (next == Next::kHandle) {
+      co_await answer_request();
+      co_await stop_watching();
+    }
+    shared_.handler.finished(*this, replied_status_);
+    if (gone_ || !keep_alive_) break;
+  }
+  co_await linger();
+}
+
+// An exception of a library ends one request, not the server.
+asio::awaitable<void> HttpConnection::answer_request() {
+  absl::Status failure;
+  try {
+    co_await shared_.handler.handle(*this);
+  } catch (const std::bad_alloc&) {
+    failure = api_error(503, "out of memory for this request", "out_of_memory");
+  } catch (const std::exception& e) {
+    failure = failed("internal error: ", e.what());
+  }
+  if (failure.ok()) co_return;
+  log_warning("request ", request_id_, ": ", failure.message());
+  keep_alive_ = false;
+  if (replied_status_ == 0 && !gone_) co_await reply_error(failure);
+}
+
+void HttpConnection::start_request() {
+  hold_body(0);
+  parser_.emplace();
+  parser_->header_limit(static_cast<std::uint32_t>(shared_.limits.header_bytes));
+  parser_->body_limit(boost::none);  // ours is checked in read_body, after the key
+  path_.clear();
+  request_id_ = shared_.handler.new_request_id();
+  keep_alive_ = chunked_ = gone_ = watch_wanted_ = false;
+  replied_status_ = 0;
+}
+
+void HttpConnection::take_header() {
+  const auto target = parser_->get().target();
+  path_ = std::string(target.data(), target.size());
+  path_ = path_.substr(0, path_.find('?'));
+  keep_alive_ = parser_->get().keep_alive();
+  if (const std::string_view id = header("X-Request-Id"); usable_request_id(id)) request_id_ = std::string(id);
+}
+
+asio::awaitable<bool> HttpConnection::wait_for_bytes() {
+  if (buffer_.size() > 0) co_return true;  // the client sent ahead
+  stream_.expires_after(shared_.limits.idle);
+  const auto [error, bytes] = co_await stream_.async_read_some(buffer_.prepare(kReadBytes), kAwait);
+  buffer_.commit(bytes);
+  if (error) gone_ = true;
+  co_return !error;
+}
+
+asio::awaitable<HttpConnection::Next> HttpConnection::read_request() {
+  start_request();
+  if (!co_await wait_for_bytes()) co_return Next::kClose;
+  stream_.expires_after(shared_.limits.header);
+  const auto [error, bytes] = co_await http::async_read_header(stream_, buffer_, *parser_, kAwait);
+  if (error == http::error::end_of_stream || error == http::error::partial_message ||
+      error == asio::error::connection_reset) {
+    gone_ = true;
+    co_return Next::kClose;
+  }
+  if (error) co_return co_await refuse(header_error(error, shared_.limits));
+  take_header();
+  if (absl::Status status = shared_.handler.check(*this); !status.ok()) {
+    // An unread body would be taken for the next request.
+    if (!parser_->is_done()) co_return co_await refuse(std::move(status));
+    co_await reply_error(std::move(status));
+    co_return Next::kAnswered;
+  }
+  co_return co_await read_body();
+}
+
+asio::awaitable<HttpConnection::Next> HttpConnection::refuse(absl::Status status) {
+  keep_alive_ = false;
+  co_await reply_error(std::move(status));
+  co_return Next::kAnswered;
+}
+
+void HttpConnection::hold_body(size_t bytes) {
+  shared_.body_bytes = shared_.body_bytes - held_body_ + bytes;
+  held_body_ = bytes;
+}
+
+asio::awaitable<HttpConnection::Next> HttpConnection::read_body() {
+  const HttpLimits& limits = shared_.limits;
+  if (const auto length = parser_->content_length(); length && *length > limits.body_bytes) {
+    co_return co_await refuse(body_too_large(limits.body_bytes));
+  }
+  if (!parser_->is_done() && beast::iequals(parser_->get()[http::field::expect], "100-continue")) {
+    co_await write_all("HTTP/1.1 100 Continue\r\n\r\n");
+  }
+  asio::steady_timer total(shared_.io);
+  total.expires_after(limits.body_total);
+  total.async_wait([self = shared_from_this()](const boost::system::error_code& error) {
+    if (!error) self->stream_.cancel();
+  });
+  while (!parser_->is_done()) {
+    stream_.expires_after(limits.body_pause);
+    const auto [error, bytes] = co_await http::async_read_some(stream_, buffer_, *parser_, kAwait);
+    if (error == beast::error::timeout || error == asio::error::operation_aborted) {
+      co_return co_await refuse(api_error(408, "the request's body took too long", "timeout"));
+    }
+    if (error == http::error::partial_message || error == asio::error::connection_reset) {
+      gone_ = true;
+      co_return Next::kClose;
+    }
+    if (error) {
+      co_return co_await refuse(
+          api_error(400, "the request's body is not valid HTTP: " + error.message(), "bad_request"));
+    }
+    hold_body(parser_->get().body().size());
+    if (held_body_ > limits.body_bytes) co_return co_await refuse(body_too_large(limits.body_bytes));
+    if (shared_.body_bytes > limits.bodies_in_flight_bytes) {
+      co_return co_await refuse(
+          api_error(429, "the server holds as much request data as it may; try again later", "too_much_in_flight"));
+    }
+  }
+  co_return Next::kHandle;
+}
+
+// After the last answer: takes what a client is still sending, since closing on unread bytes would destroy the answer
+// on its way.
+asio::awaitable<void> HttpConnection::linger() {
+  boost::system::error_code ignored;
+  stream_.socket().shutdown(asio::ip::tcp::socket::shutdown_send, ignored);
+  if (gone_) co_return;
+  stream_.expires_after(shared_.limits.linger);
+  for (;;) {
+    buffer_.clear();
+    const auto [error, bytes] = co_await stream_.async_read_some(buffer_.prepare(kReadBytes), kAwait);
+    if (error) co_return;
+  }
+}
+
+void HttpConnection::watch() {
+  watch_wanted_ = true;
+  if (!watch_pending_) watch_more();
+}
+
+// Reads ahead, since only a read tells that the client has left; what comes is kept for the next request.
+void HttpConnection::watch_more() {
+  if (buffer_.size() >= kReadBytes) return;  // it is alive and eager; a failing write will tell
+  watch_pending_ = true;
+  auto handler = [self = shared_from_this()](const boost::system::error_code& error, size_t bytes) {
+    self->watch_pending_ = false;
+    self->buffer_.commit(bytes);
+    if (!error && self->watch_wanted_) self->watch_more();
+    if (error && error != asio::error::operation_aborted) self->gone_ = true;
+    self->wakeup_->notify();
+  };
+  stream_.socket().async_read_some(buffer_.prepare(4096),
+                                   asio::bind_cancellation_slot(stop_watch_.slot(), std::move(handler)));
+}
+
+asio::awaitable<void> HttpConnection::stop_watching() {
+  watch_wanted_ = false;
+  stop_watch_.emit(asio::cancellation_type::terminal);
+  while (watch_pending_) co_await wakeup_->wait();
+}
+
+}  // namespace parvl

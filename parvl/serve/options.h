@@ -1,0 +1,48 @@
+// What an operator can set about serving; every limit that a client can run into stands here.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "parvl/media/image.h"
+
+namespace parvl {
+
+struct HttpLimits {
+  size_t header_bytes = 16u << 10;
+  size_t body_bytes = 64u << 20;
+  size_t bodies_in_flight_bytes = 512u << 20;  // of all requests together, from arrival to answer
+  size_t connections = 1024;
+  std::chrono::milliseconds idle{75'000};        // between requests on one connection
+  std::chrono::milliseconds header{10'000};      // from a request's first byte to the end of its headers
+  std::chrono::milliseconds body_pause{20'000};  // without one more byte of a body
+  std::chrono::milliseconds body_total{300'000};
+  std::chrono::milliseconds write{30'000};  // for a client to take what was sent
+  std::chrono::milliseconds linger{3'000};  // after the last answer, for a client that still sends
+};
+
+struct MediaPolicy {
+  std::string local_path;  // file:// URLs may name files under this folder; "": none
+  ImageLimits image;
+  int64_t max_images = 16;  // a request
+};
+
+struct ServeOptions {
+  std::string host = "127.0.0.1";
+  int port = 8000;                        // 0: any free one
+  std::vector<std::string> served_names;  // the first one answers when a request names none
+  std::string model_dir;
+  std::string version;
+  std::vector<std::string> api_keys;  // empty: no key is asked for
+  int64_t max_queue = 64;             // requests that wait; the running one not counted
+  std::chrono::milliseconds shutdown_timeout{30'000};
+  MediaPolicy media;
+  HttpLimits http;
+  uint64_t seed = 0;  // of request ids, and of sampling where a request gives no seed; should differ at each start
+  bool log_requests = false;  // a line a request, without its content
+  int stop_descriptor = -1;   // readable: shut down (StopSignal::descriptor()); not owned
+};
+
+}  // namespace parvl

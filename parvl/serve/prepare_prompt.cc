@@ -1,0 +1,104 @@
+#include "parvl/serve/prepare_prompt.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "parvl/serve/api_error.h"
+#include "parvl/serve/media_source.h"
+
+namespace parvl {
+namespace {
+
+absl::Status over_the_context(const std::string& what, int64_t max_model_len) {
+  return api_error(
+      400,
+      absl::StrCat(what, ", but the context is limited to ", max_model_len,
+                   " tokens, one of them for the answer (--max-model-len); shorten the messages or send fewer "
+                   "or smaller images"),
+      "context_length_exceeded", "messages");
+}
+
+// The image, or 413 over a cap, 422 when it is broken.
+absl::StatusOr<Image> decode_item(const std::string& bytes, const ImageLimits& limits, const std::string& name) {
+  ImageLimits header_only = limits;
+  header_only.max_pixels = std::numeric_limits<int64_t>::max();
+  const absl::StatusOr<ImageSize> size = read_image_size(bytes, header_only);
+  if (size.ok() && int64_t{size->width} * size->height > limits.max_pixels) {
+    return api_error(
+        413,
+        absl::StrCat(name, " has ", size->width, " x ", size->height, " pixels, over the limit of ", limits.max_pixels),
+        "media_too_large");
+  }
+  absl::StatusOr<Image> image = decode_image(bytes, limits);
+  if (!image.ok()) {
+    return api_error(422, absl::StrCat(name, " cannot be decoded: ", image.status().message()), "media_unreadable");
+  }
+  return image;
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(const ChatRequest& request,
+                                                                               const ImageProcessor& processor,
+                                                                               int64_t max_model_len,
+                                                                               const MediaPolicy& policy) {
+  std::vector<std::shared_ptr<const ProcessedImage>> images;
+  const int64_t unit = int64_t{processor.config().patch_size} * processor.config().merge_size;
+  int64_t tokens = 0;
+  for (size_t i = 0; i < request.images.size(); ++i) {
+    const MediaReference& reference = request.images[i];
+    const std::string name = absl::StrCat("image ", i + 1, " of ", request.images.size(), " (", reference.where, ")");
+    absl::StatusOr<std::string> bytes = load_media(reference.url, policy, name);
+    if (!bytes.ok()) return with_field(bytes.status(), reference.where);
+    absl::StatusOr<Image> image = decode_item(*bytes, policy.image, name);
+    if (!image.ok()) return with_field(image.status(), reference.where);
+    const absl::StatusOr<ImageSize> target = processor.target_size(image->width, image->height);
+    if (target.ok()) tokens += (target->width / unit) * (target->height / unit);
+    if (tokens >= max_model_len) {  // before the pixels of all of them fill the memory
+      return over_the_context(absl::StrCat("the images up to number ", i + 1, " need ", tokens, " tokens"),
+                              max_model_len);
+    }
+    absl::StatusOr<ProcessedImage> processed = processor.process(*image);
+    if (!processed.ok()) {
+      return api_error(422, absl::StrCat(name, " cannot be used: ", processed.status().message()), "media_unreadable",
+                       reference.where);
+    }
+    images.push_back(std::make_shared<const ProcessedImage>(std::move(*processed)));
+  }
+  return images;
+}
+
+}  // namespace
+
+PromptLimits prompt_limits(const Generator& generator) {
+  PromptLimits limits;
+  limits.max_model_len = generator.max_model_len();
+  const Tokenizer& tokenizer = generator.prompts().tokenizer();
+  for (TokenId id = 0; id < tokenizer.vocab_size(); ++id) {
+    limits.longest_token_bytes = std::max(limits.longest_token_bytes, tokenizer.token_bytes(id).size());
+  }
+  return limits;
+}
+
+absl::StatusOr<Prompt> prepare_prompt(const ChatRequest& request, const PromptBuilder& prompts,
+                                      const PromptLimits& limits, const MediaPolicy& policy) {
+  size_t text_bytes = 0;
+  for (const Message& message : request.messages) {
+    for (const ContentPart& part : message.content) text_bytes += part.text.size();
+  }
+  const int64_t at_least = static_cast<int64_t>(text_bytes / limits.longest_token_bytes);
+  if (at_least >= limits.max_model_len) {
+    return over_the_context(absl::StrCat("the messages have at least ", at_least, " tokens"), limits.max_model_len);
+  }
+  std::vector<std::shared_ptr<const ProcessedImage>> images;
+  if (!request.images.empty()) {
+    PARVL_ASSIGN_OR_RETURN(images, load_images(request, prompts.image_processor(), limits.max_model_len, policy));
+  }
+  absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), {});
+  if (!prompt.ok()) return with_field(prompt.status(), "messages");
+  const int64_t length = static_cast<int64_t>(prompt->ids.size());
+  if (length >= limits.max_model_len) {
+    return over_the_context(absl::StrCat("the prompt has ", length, " tokens"), limits.max_model_len);
+  }
+  return prompt;
+}
+
+}  // namespace parvl

@@ -1,0 +1,13 @@
+// One chat completion, from its body to its last byte.
+#pragma once
+
+#include "parvl/serve/async.h"
+
+namespace parvl {
+
+class Gateway;
+class HttpConnection;
+
+asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection);
+
+}  // namespace parvl

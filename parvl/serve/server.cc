@@ -1,0 +1,259 @@
+#include "parvl/serve/server.h"
+
+#include <unistd.h>
+
+#include <boost/asio/detached.hpp>
+#include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/posix/stream_descriptor.hpp>
+#include <boost/asio/post.hpp>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "parvl/base/log.h"
+#include "parvl/serve/gateway.h"
+#include "parvl/serve/http_connection.h"
+#include "parvl/serve/media_source.h"
+
+namespace parvl {
+namespace {
+
+using asio::ip::tcp;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kProgress{4000};    // between lines while the model loads
+constexpr milliseconds kAcceptPause{100};  // after a failed accept (no free descriptor, say)
+constexpr milliseconds kLastWords{1000};   // for requests that were cut to say so
+constexpr milliseconds kLastFlush{50};     // for answers under way once nothing is left to do
+
+// Answers a connection that is one too many, without waiting for anything.
+void turn_away(tcp::socket socket) {
+  static constexpr std::string_view kBusy =
+      "HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json\r\n"
+      "Content-Length: 111\r\n\r\n"
+      R"({"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}  )";
+  boost::system::error_code ignored;
+  socket.non_blocking(true, ignored);
+  socket.write_some(asio::buffer(kBusy), ignored);
+  socket.shutdown(tcp::socket::shutdown_send, ignored);
+}
+
+absl::Status check_options(const ServeOptions& options) {
+  if (options.port < 0 || options.port > 65535)
+    return invalid("--port must be between 0 and 65535, found ", options.port);
+  if (options.max_queue < 0 || options.max_queue > 100'000) {
+    return invalid("--max-queue must be between 0 and 100000, found ", options.max_queue);
+  }
+  if (options.served_names.empty()) return invalid("--served-model-name must name the model");
+  for (const std::string& key : options.api_keys) {
+    if (key.empty()) return invalid("--api-key must not be empty");
+  }
+  return absl::OkStatus();
+}
+
+// Between the loader's thread and the io thread; outlives whichever is slower.
+struct Loading {
+  std::mutex mutex;
+  bool orphaned = false;  // nobody waits for the model any more
+  bool done = false;
+  absl::StatusOr<std::unique_ptr<LoadedModel>> model = absl::UnknownError("not loaded");
+};
+
+}  // namespace
+
+// The order of the last members matters: the io_context goes first, and takes the coroutines with it, whose connections
+// and tickets still refer to what stands above.
+struct Server::Impl {
+  explicit Impl(ServeOptions given, const Clock& clock)
+      : options(std::move(given)),
+        io(std::make_unique<asio::io_context>(1)),
+        gateway(*io, options, clock),
+        shared{*io, options.http, gateway} {}
+
+  ~Impl() {
+    gateway.stop();
+    stop_signal.reset();
+    progress.reset();
+    deadline.reset();
+    acceptor.reset();
+    io.reset();
+  }
+
+  absl::Status open_acceptor();
+  asio::awaitable<void> accept_loop();
+  asio::awaitable<void> report_progress();
+  void start_loading(const Loader& load, const std::function<void()>& on_ready);
+  void loading_done(const std::function<void()>& on_ready);
+  void watch_stop_descriptor();
+  void begin_shutdown();
+  void stop_after(milliseconds delay);
+
+  ServeOptions options;
+  std::unique_ptr<asio::io_context> io;
+  Gateway gateway;
+  HttpShared shared;
+  std::optional<tcp::acceptor> acceptor;
+  std::optional<asio::steady_timer> progress, deadline;
+  std::optional<asio::posix::stream_descriptor> stop_signal;
+  std::shared_ptr<Loading> loading = std::make_shared<Loading>();
+  std::thread loader;
+  bool shutting_down = false;
+  bool abandoned = false;
+  absl::Status result;
+};
+
+absl::Status Server::Impl::open_acceptor() {
+  boost::system::error_code error;
+  tcp::resolver resolver(*io);
+  const auto found = resolver.resolve(options.host, std::to_string(options.port),
+                                      tcp::resolver::passive | tcp::resolver::numeric_service, error);
+  if (error || found.empty())
+    return invalid("--host ", options.host, " is no address of this machine: ", error.message());
+  const tcp::endpoint endpoint = found.begin()->endpoint();
+  acceptor.emplace(*io);
+  acceptor->open(endpoint.protocol(), error);
+  if (!error) acceptor->set_option(tcp::acceptor::reuse_address(true), error);
+  if (!error) acceptor->bind(endpoint, error);
+  if (!error) acceptor->listen(asio::socket_base::max_listen_connections, error);
+  if (!error) return absl::OkStatus();
+  return failed("cannot listen on ", options.host, ":", options.port, ": ", error.message(),
+                "; choose another --host or --port");
+}
+
+asio::awaitable<void> Server::Impl::accept_loop() {
+  for (;;) {
+    auto [error, socket] = co_await acceptor->async_accept(kAwait);
+    if (error == asio::error::operation_aborted) co_return;
+    if (error) {
+      log_warning("cannot accept a connection: ", error.message());
+      asio::steady_timer pause(*io, kAcceptPause);
+      co_await pause.async_wait(kAwait);
+      continue;
+    }
+    if (shared.connections >= options.http.connections) {
+      turn_away(std::move(socket));
+      continue;
+    }
+    boost::system::error_code ignored;
+    socket.set_option(tcp::no_delay(true), ignored);
+    auto connection = std::make_shared<HttpConnection>(shared, std::move(socket));
+    asio::co_spawn(*io, connection->run(), asio::detached);
+  }
+}
+
+asio::awaitable<void> Server::Impl::report_progress() {
+  for (int64_t seconds = kProgress.count() / 1000;; seconds += kProgress.count() / 1000) {
+    progress->expires_after(kProgress);
+    const auto [error] = co_await progress->async_wait(kAwait);
+    if (error || gateway.state() != Gateway::State::kLoading) co_return;
+    log_info("loading ", options.model_dir, " ... ", seconds, " s");
+  }
+}
+
+void Server::Impl::start_loading(const Loader& load, const std::function<void()>& on_ready) {
+  log_info("loading ", options.model_dir);
+  loader = std::thread([this, load, on_ready, state = loading, max_images = options.media.max_images] {
+    absl::StatusOr<std::unique_ptr<LoadedModel>> model = absl::UnknownError("not loaded");
+    const absl::Status status = catch_exceptions("loading the model", [&]() -> absl::Status {
+      PARVL_ASSIGN_OR_RETURN(auto generator, load());
+      model = std::make_unique<LoadedModel>(std::move(generator), max_images);
+      return absl::OkStatus();
+    });
+    if (!status.ok()) model = status;
+    std::lock_guard lock(state->mutex);
+    state->model = std::move(model);
+    state->done = true;
+    if (!state->orphaned) asio::post(*io, [this, on_ready] { loading_done(on_ready); });
+  });
+}
+
+void Server::Impl::loading_done(const std::function<void()>& on_ready) {
+  progress->cancel();
+  if (!loading->model.ok()) {
+    result = loading->model.status();
+    io->stop();
+    return;
+  }
+  gateway.model_loaded(std::move(*loading->model));
+  if (gateway.state() == Gateway::State::kReady) on_ready();
+}
+
+void Server::Impl::watch_stop_descriptor() {
+  if (options.stop_descriptor < 0) return;
+  stop_signal.emplace(*io, ::dup(options.stop_descriptor));
+  stop_signal->async_wait(asio::posix::stream_descriptor::wait_read, [this](const boost::system::error_code& error) {
+    if (!error) begin_shutdown();
+  });
+}
+
+void Server::Impl::begin_shutdown() {
+  if (std::exchange(shutting_down, true)) return;
+  log_info("shutting down: waiting for ", gateway.active(), " requests");
+  deadline->expires_after(options.shutdown_timeout);
+  deadline->async_wait([this](const boost::system::error_code& error) {
+    if (error) return;
+    log_warning("the shutdown timeout is over: ", gateway.active(), " requests are cut");
+    stop_after(kLastWords);
+    gateway.cut();
+  });
+  gateway.drain([this] { stop_after(kLastFlush); });
+}
+
+void Server::Impl::stop_after(milliseconds delay) {
+  deadline->expires_after(delay);
+  deadline->async_wait([this](const boost::system::error_code& error) {
+    if (!error) io->stop();
+  });
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::listen(ServeOptions options, const Clock& clock) {
+  PARVL_RETURN_IF_ERROR(check_options(options));
+  if (!options.media.local_path.empty()) {
+    PARVL_ASSIGN_OR_RETURN(options.media.local_path, resolve_media_folder(options.media.local_path));
+  }
+  auto impl = std::make_unique<Impl>(std::move(options), clock);
+  PARVL_RETURN_IF_ERROR(impl->open_acceptor());
+  return std::unique_ptr<Server>(new Server(std::move(impl)));
+}
+
+Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Server::~Server() = default;
+
+int Server::port() const { return impl_->acceptor->local_endpoint().port(); }
+
+std::string Server::url() const {
+  const std::string& host = impl_->options.host;
+  const bool v6 = host.find(':') != std::string::npos;
+  return absl::StrCat("http://", v6 ? "[" + host + "]" : host, ":", port());
+}
+
+absl::Status Server::run(const Loader& load, const std::function<void()>& on_ready) {
+  Impl& impl = *impl_;
+  impl.progress.emplace(*impl.io);
+  impl.deadline.emplace(*impl.io);
+  impl.watch_stop_descriptor();
+  impl.start_loading(load, on_ready);
+  asio::co_spawn(*impl.io, impl.accept_loop(), asio::detached);
+  asio::co_spawn(*impl.io, impl.report_progress(), asio::detached);
+  impl.io->run();
+  {
+    std::lock_guard lock(impl.loading->mutex);
+    impl.loading->orphaned = true;
+    impl.abandoned = !impl.loading->done;
+  }
+  if (impl.abandoned) {
+    impl.loader.detach();
+  } else {
+    impl.loader.join();
+  }
+  return impl.result;
+}
+
+void Server::shutdown() {
+  asio::post(*impl_->io, [impl = impl_.get()] { impl->begin_shutdown(); });
+}
+
+bool Server::loader_abandoned() const { return impl_->abandoned; }
+
+}  // namespace parvl
