@@ -1,4 +1,5 @@
-# parvl_jinja: the Jinja engine of llama.cpp (MIT), from .deps/jinja. Only parvl/media/jinja.cc includes its headers.
+# parvl_jinja: the Jinja engine of llama.cpp (MIT), from .deps/jinja. Only parvl/media/jinja.cc and jinja_string.cc, which
+# stands in for one file of it, include its headers.
 set(JINJA_ROOT ${PARVL_DEPS}/jinja/vendor/llama.cpp/common)
 if(NOT EXISTS ${JINJA_ROOT}/json.cpp)
   message(FATAL_ERROR "the Jinja engine is not in ${JINJA_ROOT}; run tools/setup.sh, or 'make build', which does")
@@ -18,8 +19,7 @@ file(WRITE ${JINJA_SHIM}/ggml.h "#include <cstdlib>
 set(JINJA_INCLUDES ${JINJA_SHIM} ${JINJA_ROOT})
 
 add_library(parvl_jinja STATIC ${JINJA_ROOT}/jinja/caps.cpp ${JINJA_ROOT}/jinja/lexer.cpp ${JINJA_ROOT}/jinja/parser.cpp
-  ${JINJA_ROOT}/jinja/runtime.cpp ${JINJA_ROOT}/jinja/string.cpp ${JINJA_ROOT}/jinja/value.cpp ${JINJA_ROOT}/json.cpp
-  ${JINJA_ROOT}/unicode.cpp)
+  ${JINJA_ROOT}/jinja/runtime.cpp ${JINJA_ROOT}/jinja/value.cpp ${JINJA_ROOT}/json.cpp ${JINJA_ROOT}/unicode.cpp)
 target_include_directories(parvl_jinja PRIVATE ${JINJA_INCLUDES})
 target_link_libraries(parvl_jinja PRIVATE nlohmann_json::nlohmann_json)
 target_compile_options(parvl_jinja PRIVATE -w)

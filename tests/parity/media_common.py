@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("PARVL_BUILD", ROOT / "build"))
@@ -28,22 +29,24 @@ class Probe:
 
 
 class Checks:
-    """Counts; `finish` exits 1 when a check failed or fewer than `at_least` ran."""
+    """Counts checks and keeps what failed."""
 
     def __init__(self):
         self.passed = 0
-        self.failed = 0
+        self.failures = []
 
     def check(self, ok, what):
         if ok:
             self.passed += 1
         else:
-            self.failed += 1
-            if self.failed <= 20:
-                print(f"FAILED: {what}")
+            self.failures.append(what)
         return ok
 
-    def finish(self, at_least):
-        print(f"{self.passed} checks passed, {self.failed} failed")
-        if self.failed or self.passed < at_least:
-            raise SystemExit(1)
+
+class MediaTest(unittest.TestCase):
+    def settle(self, checks, at_least):
+        """Fails when a check did since the last call, or fewer than `at_least` were made."""
+        passed, failures = checks.passed, checks.failures
+        checks.passed, checks.failures = 0, []
+        self.assertEqual(failures[:20], [], f"{len(failures)} checks failed, {passed} passed")
+        self.assertGreaterEqual(passed, at_least)

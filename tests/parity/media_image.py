@@ -1,12 +1,14 @@
 """Decoding, resizing, turning and patching of images against Pillow and transformers' PIL-backed processor."""
 import io
+import json
 import struct
+import unittest
 import zlib
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from media_common import Checks, Probe
+from media_common import Checks, MediaTest, Probe
 
 rng = np.random.default_rng(7)
 probe, checks = Probe(), Checks()
@@ -250,7 +252,6 @@ def turns():
 
 def processor():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    import json
     settings = [dict(), dict(min_pixels=16 * 16, max_pixels=64 * 64, patch_size=4, merge_size=2),
                 dict(size={"shortest_edge": 28 * 28, "longest_edge": 200 * 200}, patch_size=8, temporal_patch_size=1,
                      merge_size=1, image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.25, 0.5]),
@@ -291,8 +292,39 @@ def processor():
     checks.check("200 times" in answer.get("error", ""), f"an aspect ratio of 201: {answer}")
 
 
-for part in (jpeg, png, webp, gif, damaged, resize, turns, processor):
-    before = checks.failed
-    part()
-    print(part.__name__, "ok" if checks.failed == before else "FAILED")
-checks.finish(at_least=1500)
+class ImageParity(MediaTest):
+    def test_jpeg(self):
+        jpeg()
+        self.settle(checks, at_least=70)
+
+    def test_png(self):
+        png()
+        self.settle(checks, at_least=200)
+
+    def test_webp(self):
+        webp()
+        self.settle(checks, at_least=50)
+
+    def test_gif(self):
+        gif()
+        self.settle(checks, at_least=60)
+
+    def test_damaged_files(self):
+        damaged()
+        self.settle(checks, at_least=100)
+
+    def test_resize(self):
+        resize()
+        self.settle(checks, at_least=100)
+
+    def test_symmetries(self):
+        turns()
+        self.settle(checks, at_least=9)
+
+    def test_processor(self):
+        processor()
+        self.settle(checks, at_least=300)
+
+
+if __name__ == "__main__":
+    unittest.main()

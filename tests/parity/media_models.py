@@ -1,7 +1,7 @@
 """Builds realistic tokenizers and chat templates: the pipelines of Qwen2-VL and Llama 3, trained on text that is at hand."""
 import json
 import pathlib
-import sys
+import unicodedata
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -118,3 +118,33 @@ def all_cutting():
         "digits": [Digits(individual_digits=False)], "each digit": [Digits(individual_digits=True), Split(space, "isolated")],
     }
     return {name: cutting(step) for name, step in steps.items()}
+
+
+WORDS = ["the", "image", " shows", "It's", "WE'LL", "you'Re", "don't", "I'm", "he'd", "'ſ", "'S", "x86", "12345678", "3.14", "½²①",
+         "naïve", "nai\u0308ve", "e\u0301", "é", "é!", "e\u0301!", "A\u030a", "\u212b", "Å", "가", "\u1100\u1161\u11a8",
+         "\u1112\u1161\u11ab글", "が", "か\u3099", "क्षि", "q\u0323\u0307", "q\u0307\u0323", "\u0344", "敏捷", "的棕色狐狸", "🙂", "👩‍👩‍👧‍👦", "🇩🇪", "👍🏽",
+         "\u200d", "\u200b", "\ufeff", "\u00a0", "\u2003", "\u3000", "\u180e", "\u0085", "\u2028", "\x00", "\x1b", "\t", "\r\n", "\n\n",
+         "\n", "   ", " ", "  \n ", "\r", "\x0b\x0c", "<s>", "</s>", "<mask>", " <mask>", "<r> ", "<both>", "word", "words",
+         "sword", "wordé", "_word", "<s><s>", "<|im_start|>", "<|im_end|>", "<|im_", "start|>", "<|image_pad|>", "<tool_call>",
+         "</tool_call>", "<|begin_of_text|>", "<|eot_id|>", "<|reserved_special_token_1|>", "<|reserved_special_token_11|>", "<|",
+         "|>", "<", "...", "!!!", "({[", "=>", "==", "://", "def f(x):", "    return", "Ġ", "Ċ", "ĠĠ", "\U0001F9FF", "ǅ", "ß",
+         "ﬁ", "K", "\u0345", "\u05d0\u05b7", "\u0e01\u0e33", "ไทย", "שלום", "مرحبا", "Đây"]
+
+# Characters that the oldest Unicode tables in use know.
+ASSIGNED = [chr(c) for c in range(0x20000) if unicodedata.category(chr(c)) not in ("Cn", "Cs", "Co")
+            and unicodedata.ucd_3_2_0.category(chr(c)) != "Cn"]
+
+
+def random_text(rng):
+    kind = rng.randrange(5)
+    if kind == 0:
+        return "".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 12)))
+    if kind == 1:
+        return "".join(rng.choice(ASSIGNED) for _ in range(rng.randrange(1, 40)))
+    if kind == 2:
+        return "".join(rng.choice(" \n\r\t\u00a0a1.'") for _ in range(rng.randrange(1, 30)))
+    if kind == 3:
+        return " ".join(rng.choice(OTHER_SCRIPTS) for _ in range(rng.randrange(1, 3)))
+    base = "".join(rng.choice("aeiouAEIOUnNcC") + "".join(chr(rng.randrange(0x300, 0x370)) for _ in range(rng.randrange(4)))
+                   for _ in range(rng.randrange(1, 10)))
+    return base + rng.choice(WORDS)

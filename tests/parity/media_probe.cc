@@ -9,6 +9,7 @@
 #include "parvl/base/json.h"
 #include "parvl/media/image.h"
 #include "parvl/media/image_processor.h"
+#include "parvl/media/prompt.h"
 #include "parvl/media/tokenizer.h"
 
 namespace parvl {
@@ -112,6 +113,45 @@ absl::StatusOr<Json> vocabulary(const Json& command) {
   return Json{{"ids", ids}, {"size", tokenizer->vocab_size()}};
 }
 
+// "messages" as in the OpenAI API, their images as {"type": "image"}; "images": [[file of raw RGB, width, height],
+// ...].
+absl::StatusOr<Json> build(const Json& command) {
+  static std::map<std::string, std::shared_ptr<const PromptBuilder>> loaded;
+  const std::string dir = command.at("dir");
+  if (!loaded.contains(dir)) {
+    PARVL_ASSIGN_OR_RETURN(loaded[dir], PromptBuilder::load(dir));
+  }
+  const PromptBuilder& builder = *loaded[dir];
+  std::vector<std::shared_ptr<const ProcessedImage>> images;
+  for (const Json& image : command.value("images", Json::array())) {
+    PARVL_ASSIGN_OR_RETURN(Image raw, raw_image({{"file", image[0]}, {"width", image[1]}, {"height", image[2]}}));
+    PARVL_ASSIGN_OR_RETURN(ProcessedImage done, builder.image_processor().process(raw));
+    images.push_back(std::make_shared<const ProcessedImage>(std::move(done)));
+  }
+  std::vector<Message> messages;
+  int next_image = 0;
+  for (const Json& json : command.at("messages")) {
+    Message message{json.at("role"), {}};
+    const Json text = {{"type", "text"}, {"text", json.at("content")}};
+    for (const Json& part : json["content"].is_string() ? Json::array({text}) : json["content"]) {
+      if (part.at("type") == "image") {
+        message.content.push_back({ContentPart::Kind::kImage, "", part.value("index", next_image++)});
+      } else {
+        message.content.push_back({ContentPart::Kind::kText, part.at("text"), -1});
+      }
+    }
+    messages.push_back(std::move(message));
+  }
+  PromptOptions options;
+  options.add_generation_prompt = command.value("add_generation_prompt", true);
+  options.mark_targets = command.value("mark_targets", false);
+  options.template_arguments = command.value("arguments", Json());
+  PARVL_ASSIGN_OR_RETURN(Prompt prompt, builder.build(messages, std::move(images), options));
+  Json media = Json::array();
+  for (const MediaSpan& span : prompt.media) media.push_back({span.image_index, span.begin, span.length});
+  return Json{{"ids", prompt.ids}, {"media", media}, {"is_target", prompt.is_target}};
+}
+
 absl::StatusOr<Json> answer(const Json& command) {
   const std::string op = command.at("op");
   if (op == "decode") return decode(command);
@@ -123,6 +163,7 @@ absl::StatusOr<Json> answer(const Json& command) {
   if (op == "encode_with_prefix") return encode_with_prefix(command);
   if (op == "decode_ids") return decode_ids(command);
   if (op == "vocabulary") return vocabulary(command);
+  if (op == "build") return build(command);
   return invalid("unknown op ", op);
 }
 

@@ -2,42 +2,13 @@
 import json
 import random
 import unicodedata
+import unittest
 
 import media_models as made
-from media_common import Checks, Probe
+from media_common import Checks, MediaTest, Probe
 
 rng = random.Random(11)
 probe, checks = Probe(), Checks()
-
-WORDS = ["the", "image", " shows", "It's", "WE'LL", "you'Re", "don't", "I'm", "he'd", "'ſ", "'S", "x86", "12345678", "3.14", "½²①",
-         "naïve", "nai\u0308ve", "e\u0301", "é", "é!", "e\u0301!", "A\u030a", "\u212b", "Å", "가", "\u1100\u1161\u11a8",
-         "\u1112\u1161\u11ab글", "が", "か\u3099", "क्षि", "q\u0323\u0307", "q\u0307\u0323", "\u0344", "敏捷", "的棕色狐狸", "🙂", "👩‍👩‍👧‍👦", "🇩🇪", "👍🏽",
-         "\u200d", "\u200b", "\ufeff", "\u00a0", "\u2003", "\u3000", "\u180e", "\u0085", "\u2028", "\x00", "\x1b", "\t", "\r\n", "\n\n",
-         "\n", "   ", " ", "  \n ", "\r", "\x0b\x0c", "<s>", "</s>", "<mask>", " <mask>", "<r> ", "<both>", "word", "words",
-         "sword", "wordé", "_word", "<s><s>", "<|im_start|>", "<|im_end|>", "<|im_", "start|>", "<|image_pad|>", "<tool_call>",
-         "</tool_call>", "<|begin_of_text|>", "<|eot_id|>", "<|reserved_special_token_1|>", "<|reserved_special_token_11|>", "<|",
-         "|>", "<", "...", "!!!", "({[", "=>", "==", "://", "def f(x):", "    return", "Ġ", "Ċ", "ĠĠ", "\U0001F9FF", "ǅ", "ß",
-         "ﬁ", "K", "\u0345", "\u05d0\u05b7", "\u0e01\u0e33", "ไทย", "שלום", "مرحبا", "Đây"]
-
-# Characters that the oldest Unicode tables in use know.
-ASSIGNED = [chr(c) for c in range(0x20000) if unicodedata.category(chr(c)) not in ("Cn", "Cs", "Co")
-            and unicodedata.ucd_3_2_0.category(chr(c)) != "Cn"]
-
-
-def random_text():
-    kind = rng.randrange(5)
-    if kind == 0:
-        return "".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 12)))
-    if kind == 1:
-        return "".join(rng.choice(ASSIGNED) for _ in range(rng.randrange(1, 40)))
-    if kind == 2:
-        return "".join(rng.choice(" \n\r\t\u00a0a1.'") for _ in range(rng.randrange(1, 30)))
-    if kind == 3:
-        return " ".join(rng.choice(made.OTHER_SCRIPTS) for _ in range(rng.randrange(1, 3)))
-    base = "".join(rng.choice("aeiouAEIOUnNcC") + "".join(chr(rng.randrange(0x300, 0x370)) for _ in range(rng.randrange(4)))
-                   for _ in range(rng.randrange(1, 10)))
-    return base + rng.choice(WORDS)
-
 
 def byte_ranges(text, offsets):
     starts = [0]
@@ -52,7 +23,7 @@ def compare(name, tokenizer, count):
     tokenizer.save(str(folder / "tokenizer.json"))
     offsets_agree = offsets_seen = 0
     for _ in range(count):
-        text = random_text()
+        text = made.random_text(rng)
         theirs = tokenizer.encode(text, add_special_tokens=False)
         ours = probe.ask(op="encode", dir=str(folder), runs=[[text, True]])
         if not checks.check(ours.get("ids") == theirs.ids, f"{name}: {text!r}: {str(ours)[:300]} against {theirs.ids} {theirs.tokens}"):
@@ -150,13 +121,28 @@ def refusals(folder):
         checks.check(word in answer.get("error", "") and "tokenizer.json" in answer["error"], f"{key} {str(value)[:80]}: {answer}")
 
 
-qwen = made.qwen()
-folder = compare("qwen", qwen, 1500)
-trust(folder, qwen)
-merges_as_strings(folder, qwen)
-refusals(folder)
-compare("llama", made.llama(), 800)
-compare("gpt2", made.gpt2(), 1500)
-for name, tokenizer in made.all_cutting().items():
-    compare(name, tokenizer, 250)
-checks.finish(at_least=20000)
+class TokenizerParity(MediaTest):
+    def test_qwen(self):
+        qwen = made.qwen()
+        folder = compare("qwen", qwen, 1500)
+        trust(folder, qwen)
+        merges_as_strings(folder, qwen)
+        refusals(folder)
+        self.settle(checks, at_least=8000)
+
+    def test_llama(self):
+        compare("llama", made.llama(), 800)
+        self.settle(checks, at_least=4000)
+
+    def test_gpt2(self):
+        compare("gpt2", made.gpt2(), 1500)
+        self.settle(checks, at_least=8000)
+
+    def test_ways_of_cutting(self):
+        for name, tokenizer in made.all_cutting().items():
+            compare(name, tokenizer, 250)
+        self.settle(checks, at_least=8000)
+
+
+if __name__ == "__main__":
+    unittest.main()
