@@ -1,44 +1,132 @@
 #include "parvl/nn/cpu_ops.h"
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "parvl/base/check.h"
+#include "parvl/kernels/gemv.h"
+#include "parvl/kernels/norm.h"
+#include "parvl/kernels/rotary.h"
+
 namespace parvl::cpu {
 namespace {
 
-at::ScalarType accumulation_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+using kernels::BFloat16;
+using kernels::WideT;
+
+// Calls f with a value of the kernels' type for a tensor's dtype; false for a dtype that they do not have (float16).
+template <typename F>
+bool with_kernel_type(const at::Tensor& x, F f) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      f(float{});
+      return true;
+    case at::kDouble:
+      f(double{});
+      return true;
+    case at::kBFloat16:
+      f(BFloat16{});
+      return true;
+    default:
+      return false;
+  }
+}
+
+template <typename T>
+T* data(const at::Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+
+at::ScalarType wide_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// Work below this many values is not worth waking another thread.
+constexpr int64_t kGrain = 1 << 14;
+
+int64_t grain_rows(int64_t row_size) { return std::max<int64_t>(1, kGrain / row_size); }
+
+bool gemv_fits(const at::Tensor& x, const at::Tensor& weight) {
+  const int64_t rows = x.numel() / std::max<int64_t>(1, x.size(-1));
+  return rows >= 1 && rows <= kernels::kGemvMaxRows && !x.is_cuda() && weight.is_contiguous() && weight.scalar_type() == x.scalar_type() &&
+         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+}
+
+template <typename T>
+void run_gemv(const at::Tensor& wide_x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y) {
+  const int64_t n = weight.size(0), k = weight.size(1), rows = y.numel() / n;
+  at::parallel_for(0, n, grain_rows(k), [&](int64_t begin, int64_t end) {
+    kernels::gemv<T>(data<float>(wide_x), data<T>(weight), bias.defined() ? data<T>(bias) : nullptr, data<T>(y), rows, n, k, begin, end);
+  });
+}
 
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  return at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+  if (!gemv_fits(x, weight)) return at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+  auto shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  const at::Tensor y = at::empty(shape, x.options());
+  const at::Tensor wide_x = x.contiguous().to(at::kFloat);
+  if (x.scalar_type() == at::kFloat) {
+    run_gemv<float>(wide_x, weight, bias, y);
+  } else {
+    run_gemv<BFloat16>(wide_x, weight, bias, y);
+  }
+  return y;
 }
 
-std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  const at::Tensor wide = x.to(accumulation_type(x));
-  const at::Tensor rstd = at::rsqrt(wide.square().mean({-1}, true).add_(eps));
-  return {(wide * rstd).to(x.scalar_type()).mul_(weight), rstd};
+std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
+  const at::Tensor x = input.contiguous();
+  const int64_t size = x.size(-1), rows = x.numel() / size;
+  auto rstd_shape = x.sizes().vec();
+  rstd_shape.back() = 1;
+  const at::Tensor rstd = at::empty(rstd_shape, x.options().dtype(wide_type(x)));
+  const at::Tensor y = at::empty_like(x);
+  const bool done = with_kernel_type(x, [&]<typename T>(T) {
+    at::parallel_for(0, rows, grain_rows(size), [&](int64_t begin, int64_t end) {
+      kernels::rms_norm<T>(data<T>(x), data<T>(weight), data<T>(y), data<WideT<T>>(rstd), eps, size, begin, end);
+    });
+  });
+  if (done) return {y, rstd};
+  const at::Tensor wide = x.to(at::kFloat);
+  const at::Tensor scale = at::rsqrt(wide.square().mean({-1}, true).add_(eps));
+  return {(wide * scale).mul_(weight).to(x.scalar_type()), scale};
 }
 
-std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd,
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& input, const at::Tensor& rstd,
                                                      const at::Tensor& weight, bool want_dw) {
-  const at::ScalarType acc = rstd.scalar_type();
-  const at::Tensor xhat = x.to(acc) * rstd, wide_dy = dy.to(acc);
-  const at::Tensor scaled = wide_dy * weight.to(acc);
-  const at::Tensor dx = (scaled - xhat * (scaled * xhat).mean({-1}, true)) * rstd;
-  at::Tensor dw;
-  if (want_dw) dw = (wide_dy * xhat).reshape({-1, x.size(-1)}).sum({0});
-  return {dx.to(x.scalar_type()), dw};
-}
-
-at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) { return at::silu(gate).mul_(up); }
-
-std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up) {
-  return {at::silu_backward(dy * up, gate), at::silu(gate).mul_(dy)};
+  const at::Tensor x = input.contiguous();
+  const int64_t size = x.size(-1), rows = x.numel() / size;
+  const at::Tensor dx = at::empty_like(x);
+  // One row of sums a part of the rows, added in order: the result does not depend on which thread took which part.
+  const int64_t part = std::max<int64_t>(grain_rows(size), (rows + 63) / 64), parts = (rows + part - 1) / part;
+  const at::Tensor dw = want_dw ? at::zeros({parts, size}, rstd.options()) : at::Tensor();
+  const bool done = with_kernel_type(x, [&]<typename T>(T) {
+    at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+      for (int64_t p = first; p < last; ++p) {
+        kernels::rms_norm_backward<T>(data<T>(dy), data<T>(x), data<T>(weight), data<WideT<T>>(rstd), data<T>(dx),
+                                      want_dw ? data<WideT<T>>(dw) + p * size : nullptr, size, p * part, std::min(rows, (p + 1) * part));
+      }
+    });
+  });
+  PARVL_CHECK(done, "a gradient of a type that is never trained in");
+  return {dx, want_dw ? dw.sum({0}) : at::Tensor()};
 }
 
 at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF, bool inverse) {
+  const int64_t rows = x_TND.size(0), heads = x_TND.size(1), dim = x_TND.size(2);
+  // The heads of a row must lie together; rows may be a slice of something wider.
+  const at::Tensor x = x_TND.stride(2) == 1 && (heads == 1 || x_TND.stride(1) == dim) ? x_TND : x_TND.contiguous();
+  const at::Tensor y = at::empty({rows, heads, dim}, x.options());
+  const bool done = with_kernel_type(x, [&]<typename T>(T) {
+    at::parallel_for(0, rows, grain_rows(heads * dim), [&](int64_t begin, int64_t end) {
+      kernels::rotary<T>(data<T>(x), x.stride(0), data<WideT<T>>(cos_TF), data<WideT<T>>(sin_TF), data<T>(y), heads, dim, inverse, begin, end);
+    });
+  });
+  if (done) return y;
   const at::Tensor cos = cos_TF.unsqueeze(1), sin = inverse ? sin_TF.unsqueeze(1).neg() : sin_TF.unsqueeze(1);
-  const int64_t half = x_TND.size(2) / 2;
-  const at::Tensor low = x_TND.narrow(2, 0, half), high = x_TND.narrow(2, half, half);
-  return at::cat({low * cos - high * sin, high * cos + low * sin}, 2).to(x_TND.scalar_type());
+  const at::Tensor low = x.narrow(2, 0, dim / 2), high = x.narrow(2, dim / 2, dim / 2);
+  return at::cat({low * cos - high * sin, high * cos + low * sin}, 2).to(x.scalar_type());
 }
 
 }  // namespace parvl::cpu

@@ -15,8 +15,6 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tenso
 // dx, and dw in rstd's type (undefined unless want_dw).
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd,
                                                      const at::Tensor& weight, bool want_dw);
-at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
-std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up);
 // `inverse` turns by the opposite angle, which is also the gradient.
 at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF, bool inverse);
 

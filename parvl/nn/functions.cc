@@ -165,15 +165,11 @@ struct LayerNormFn : Function<LayerNormFn> {
 struct SwigluFn : Function<SwigluFn> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
     ctx->save_for_backward({gate, up});
-    return gate.is_cuda() ? at::silu(gate).mul_(up) : cpu::swiglu(gate, up);
+    return at::silu(gate).mul_(up);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &dy = grads[0];
-    if (!gate.is_cuda()) {
-      auto [dgate, dup] = cpu::swiglu_backward(dy.contiguous(), gate, up);
-      return {dgate, dup};
-    }
     return {at::silu_backward(dy * up, gate), at::silu(gate).mul_(dy)};
   }
 };
