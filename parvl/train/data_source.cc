@@ -88,7 +88,8 @@ class LineReader {
     const std::string path = (fs::path(folder_) / written).lexically_normal().string();
     if (!seen_.contains(path)) {
       if (!is_plain_file(path))
-        return absl::NotFoundError(absl::StrCat("the image ", excerpt(written, 200), " is not a file (", path, ")"));
+        return absl::NotFoundError(
+            absl::StrCat("the image ", excerpt(written, 200), " is not a file (", excerpt(path, 400), ")"));
       seen_.insert(path);
     }
     message.content.push_back({ContentPart::Kind::kImage, "", static_cast<int>(out.image_paths.size())});

@@ -96,6 +96,9 @@ TEST_F(SourceTest, BadLinesAreRefusedByNumber) {
        "the image 'images' is not a file"},
       {R"({"messages": [{"role": "user", "content": [{"type": "image", "image": ""}]}]})",
        "the image '' is not a file"},
+      // Found by the fuzzer: the path went into the message as it was.
+      {"{\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image\", \"image\": \"e\\u001be\"}]}]}",
+       "/e?e')"},
       {R"({"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]})",
        "'video' is not available yet"},
       {R"({"tools": [], "messages": [{"role": "user", "content": "x"}]})",
