@@ -2,7 +2,7 @@
 """Runs the tests: gtest programs of BUILD/tests, short runs of the fuzzers of BUILD/fuzz, and the unittest files of
 tests/parity, tests/e2e and tests/tidy, each in a process of its own with a time limit.
 
-A file of those folders that does not mention unittest is a helper. A unittest file with a line `# slow` is left out by
+A file of those folders without `import unittest` is a helper. A unittest file with a line `# slow` is left out by
 --quick, as are the programs of SLOW_PROGRAMS. The last line is `N passed, N failed` (and `, N skipped` when any).
 """
 import argparse
@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def programs(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def python_suites() -> list[pathlib.Path]:
     files = [f for folder in PYTHON_FOLDERS for f in sorted((ROOT / "tests" / folder).glob("*.py"))]
-    return [f for f in files if "unittest" in f.read_text()]
+    return [f for f in files if re.search(r"^import unittest", f.read_text(), re.MULTILINE)]
 
 
 def find_suites(build: pathlib.Path, quick: bool, only: str, scratch: pathlib.Path) -> list[Suite]:

@@ -21,7 +21,7 @@ struct DataRecipe {
 };
 
 struct OptimGroup {
-  std::string match;  // a pattern over ParVL's parameter names, `*` matches any run of characters
+  std::string match;         // a pattern over ParVL's parameter names, `*` matches any run of characters
   double lr = -1;            // < 0: the recipe's
   double weight_decay = -1;  // < 0: the recipe's
 };
@@ -61,12 +61,13 @@ struct Recipe {
   TrainRecipe train;
 };
 
-// Reads FILE and applies `--set key=value` overrides (dotted keys, YAML values) in order. Errors name file, line and key, and
-// say what would be valid. A `parallel` section that asks for more than one process is refused as not available yet.
+// Reads FILE and applies `--set key=value` overrides (dotted keys, YAML values) in order. Errors name file, line and
+// key, and say what would be valid. A `parallel` section that asks for more than one process is refused as not
+// available yet.
 absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<std::string>& overrides);
 
-// The learning rate at `step` (0-based) as a share of the group's lr: linear warm-up over warmup_steps, then constant, or
-// cosine / linear decay to 0 at the last step.
+// The learning rate at `step` (0-based) as a share of the group's lr: linear warm-up over warmup_steps, then constant,
+// or cosine / linear decay to 0 at the last step.
 double lr_factor(const OptimRecipe& optim, int64_t step, int64_t total_steps);
 
 // Whether `name` matches `pattern`, where `*` stands for any run of characters (also none).
