@@ -6,6 +6,7 @@ namespace parvl {
 
 Admission::Ticket::~Ticket() {
   line_.line_.erase(place_);
+  --line_.size_;
   line_.grant();
 }
 
@@ -13,6 +14,7 @@ std::unique_ptr<Admission::Ticket> Admission::enter(std::function<void()> on_cre
   if (line_.size() >= capacity_) return nullptr;
   std::unique_ptr<Ticket> ticket(new Ticket(*this, std::move(on_credit)));
   ticket->place_ = line_.insert(line_.end(), ticket.get());
+  ++size_;
   grant();
   return ticket;
 }

@@ -1,6 +1,7 @@
-// Who may come in, and whose turn it is. One thread.
+// Who may come in, and whose turn it is. One thread, but for size().
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <list>
@@ -34,7 +35,7 @@ class Admission {
 
   // nullptr when the line is full. `on_credit` is called when the ticket's turn comes, at once if it is there already.
   std::unique_ptr<Ticket> enter(std::function<void()> on_credit);
-  size_t size() const { return line_.size(); }
+  size_t size() const { return size_; }  // any thread
   // Nobody's turn comes any more.
   void close() { credits_ = 0; }
 
@@ -43,6 +44,7 @@ class Admission {
 
   size_t capacity_, credits_;
   std::list<Ticket*> line_;
+  std::atomic<size_t> size_{0};
 };
 
 }  // namespace parvl

@@ -26,7 +26,6 @@ absl::Status body_too_large(size_t limit) {
 }
 
 absl::Status header_error(const boost::system::error_code& error, const HttpLimits& limits) {
-  if (error == beast::error::timeout) return api_error(408, "the request's headers took too long", "timeout");
   if (error == http::error::header_limit || error == http::error::buffer_overflow) {
     return api_error(431, absl::StrCat("the request's headers have more than ", limits.header_bytes, " bytes"),
                      "headers_too_large");
@@ -34,11 +33,34 @@ absl::Status header_error(const boost::system::error_code& error, const HttpLimi
   return api_error(400, "this is not a valid HTTP request: " + error.message(), "bad_request");
 }
 
+struct Disarm {
+  Deadline& deadline;
+  ~Disarm() { deadline.disarm(); }
+};
+
 }  // namespace
+
+void Deadline::arm(std::chrono::milliseconds limit, std::shared_ptr<void> keeper) {
+  expired_ = false;
+  timer_.expires_after(limit);
+  timer_.async_wait([this, keeper = std::move(keeper), round = ++round_](const boost::system::error_code& error) {
+    if (error || round != round_) return;
+    expired_ = true;
+    boost::system::error_code ignored;
+    socket_.cancel(ignored);
+  });
+}
+
+void Deadline::disarm() {
+  ++round_;
+  timer_.cancel();
+}
 
 HttpConnection::HttpConnection(HttpShared& shared, asio::ip::tcp::socket socket)
     : shared_(shared),
-      stream_(std::move(socket)),
+      socket_(std::move(socket)),
+      deadline_(shared.io, socket_),
+      body_total_(shared.io, socket_),
       buffer_(shared.limits.header_bytes + 2 * kReadBytes),
       wakeup_(std::make_shared<Wakeup>(shared.io)) {
   ++shared_.connections;
@@ -106,8 +128,9 @@ void HttpConnection::take_header() {
 
 asio::awaitable<bool> HttpConnection::wait_for_bytes() {
   if (buffer_.size() > 0) co_return true;  // the client sent ahead
-  stream_.expires_after(shared_.limits.idle);
-  const auto [error, bytes] = co_await stream_.async_read_some(buffer_.prepare(kReadBytes), kAwait);
+  deadline_.arm(shared_.limits.idle, shared_from_this());
+  const auto [error, bytes] = co_await socket_.async_read_some(buffer_.prepare(kReadBytes), kAwait);
+  deadline_.disarm();
   buffer_.commit(bytes);
   if (error) gone_ = true;
   co_return !error;
@@ -116,12 +139,16 @@ asio::awaitable<bool> HttpConnection::wait_for_bytes() {
 asio::awaitable<HttpConnection::Next> HttpConnection::read_request() {
   start_request();
   if (!co_await wait_for_bytes()) co_return Next::kClose;
-  stream_.expires_after(shared_.limits.header);
-  const auto [error, bytes] = co_await http::async_read_header(stream_, buffer_, *parser_, kAwait);
+  deadline_.arm(shared_.limits.header, shared_from_this());
+  const auto [error, bytes] = co_await http::async_read_header(socket_, buffer_, *parser_, kAwait);
+  deadline_.disarm();
   if (error == http::error::end_of_stream || error == http::error::partial_message ||
       error == asio::error::connection_reset) {
     gone_ = true;
     co_return Next::kClose;
+  }
+  if (error && deadline_.expired()) {
+    co_return co_await refuse(api_error(408, "the request's headers took too long", "timeout"));
   }
   if (error) co_return co_await refuse(header_error(error, shared_.limits));
   take_header();
@@ -153,15 +180,13 @@ asio::awaitable<HttpConnection::Next> HttpConnection::read_body() {
   if (!parser_->is_done() && beast::iequals(parser_->get()[http::field::expect], "100-continue")) {
     co_await write_all("HTTP/1.1 100 Continue\r\n\r\n");
   }
-  asio::steady_timer total(shared_.io);
-  total.expires_after(limits.body_total);
-  total.async_wait([self = shared_from_this()](const boost::system::error_code& error) {
-    if (!error) self->stream_.cancel();
-  });
+  body_total_.arm(limits.body_total, shared_from_this());
+  const Disarm disarm{body_total_};
   while (!parser_->is_done()) {
-    stream_.expires_after(limits.body_pause);
-    const auto [error, bytes] = co_await http::async_read_some(stream_, buffer_, *parser_, kAwait);
-    if (error == beast::error::timeout || error == asio::error::operation_aborted) {
+    deadline_.arm(limits.body_pause, shared_from_this());
+    const auto [error, bytes] = co_await http::async_read_some(socket_, buffer_, *parser_, kAwait);
+    deadline_.disarm();
+    if ((error && deadline_.expired()) || body_total_.expired()) {
       co_return co_await refuse(api_error(408, "the request's body took too long", "timeout"));
     }
     if (error == http::error::partial_message || error == asio::error::connection_reset) {
@@ -186,14 +211,15 @@ asio::awaitable<HttpConnection::Next> HttpConnection::read_body() {
 // on its way.
 asio::awaitable<void> HttpConnection::linger() {
   boost::system::error_code ignored;
-  stream_.socket().shutdown(asio::ip::tcp::socket::shutdown_send, ignored);
+  socket_.shutdown(asio::ip::tcp::socket::shutdown_send, ignored);
   if (gone_) co_return;
-  stream_.expires_after(shared_.limits.linger);
-  for (;;) {
+  deadline_.arm(shared_.limits.linger, shared_from_this());
+  while (!deadline_.expired()) {
     buffer_.clear();
-    const auto [error, bytes] = co_await stream_.async_read_some(buffer_.prepare(kReadBytes), kAwait);
-    if (error) co_return;
+    const auto [error, bytes] = co_await socket_.async_read_some(buffer_.prepare(kReadBytes), kAwait);
+    if (error) break;
   }
+  deadline_.disarm();
 }
 
 void HttpConnection::watch() {
@@ -212,8 +238,7 @@ void HttpConnection::watch_more() {
     if (error && error != asio::error::operation_aborted) self->gone_ = true;
     self->wakeup_->notify();
   };
-  stream_.socket().async_read_some(buffer_.prepare(4096),
-                                   asio::bind_cancellation_slot(stop_watch_.slot(), std::move(handler)));
+  socket_.async_read_some(buffer_.prepare(4096), asio::bind_cancellation_slot(stop_watch_.slot(), std::move(handler)));
 }
 
 asio::awaitable<void> HttpConnection::stop_watching() {

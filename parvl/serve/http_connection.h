@@ -4,7 +4,6 @@
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/beast/core/flat_buffer.hpp>
-#include <boost/beast/core/tcp_stream.hpp>
 #include <boost/beast/http.hpp>
 #include <map>
 #include <memory>
@@ -44,6 +43,22 @@ struct HttpShared {
   HttpHandler& handler;
   size_t connections = 0;
   size_t body_bytes = 0;  // of the bodies held now
+};
+
+// Cancels whatever the socket is doing once the time is up, and remembers that it was this.
+class Deadline {
+ public:
+  Deadline(asio::io_context& io, asio::ip::tcp::socket& socket) : timer_(io), socket_(socket) {}
+  // `keeper` owns the socket.
+  void arm(std::chrono::milliseconds limit, std::shared_ptr<void> keeper);
+  void disarm();
+  bool expired() const { return expired_; }
+
+ private:
+  asio::steady_timer timer_;
+  asio::ip::tcp::socket& socket_;
+  uint64_t round_ = 0;  // a timer that fired while it was disarmed must not hit what comes after
+  bool expired_ = false;
 };
 
 class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
@@ -98,7 +113,9 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   asio::awaitable<void> write_all(std::string bytes);
 
   HttpShared& shared_;
-  beast::tcp_stream stream_;
+  asio::ip::tcp::socket socket_;
+  Deadline deadline_;    // of one read or write
+  Deadline body_total_;  // of all reads of a body
   beast::flat_buffer buffer_;
   std::optional<http::request_parser<http::string_body>> parser_;
   std::string path_, request_id_;

@@ -23,8 +23,9 @@ std::string head(int status, bool keep_alive, const std::string& request_id, con
 
 asio::awaitable<void> HttpConnection::write_all(std::string bytes) {
   if (gone_) co_return;
-  stream_.expires_after(shared_.limits.write);
-  const auto [error, written] = co_await asio::async_write(stream_, asio::buffer(bytes), kAwait);
+  deadline_.arm(shared_.limits.write, shared_from_this());
+  const auto [error, written] = co_await asio::async_write(socket_, asio::buffer(bytes), kAwait);
+  deadline_.disarm();
   if (error) {
     gone_ = true;  // also a client that does not take what it asked for
     keep_alive_ = false;

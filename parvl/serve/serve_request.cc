@@ -182,8 +182,9 @@ asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection) {
   if (connection.gone()) co_return;
   if (!deltas->end.has_value() || !deltas->events.empty()) co_return co_await answer.fail(shutting_down());
   if (!deltas->end->ok()) {
-    log_warning("request ", connection.request_id(), " failed: ", deltas->end->status().message());
-    co_return co_await answer.fail(deltas->end->status());
+    const absl::Status status = deltas->end->status();
+    if (http_status_of(status) >= 500) log_warning("request ", connection.request_id(), " failed: ", status.message());
+    co_return co_await answer.fail(status);
   }
   co_await answer.finish(prompt_tokens);
 }

@@ -189,11 +189,11 @@ void Server::Impl::watch_stop_descriptor() {
 
 void Server::Impl::begin_shutdown() {
   if (std::exchange(shutting_down, true)) return;
-  log_info("shutting down: waiting for ", gateway.active(), " requests");
+  log_info("shutting down; requests still running: ", gateway.active());
   deadline->expires_after(options.shutdown_timeout);
   deadline->async_wait([this](const boost::system::error_code& error) {
     if (error) return;
-    log_warning("the shutdown timeout is over: ", gateway.active(), " requests are cut");
+    log_warning("the shutdown timeout is over; requests cut: ", gateway.active());
     stop_after(kLastWords);
     gateway.cut();
   });
@@ -253,6 +253,8 @@ absl::Status Server::run(const Loader& load, const std::function<void()>& on_rea
 void Server::shutdown() {
   asio::post(*impl_->io, [impl = impl_.get()] { impl->begin_shutdown(); });
 }
+
+size_t Server::admitted() const { return impl_->gateway.admission().size(); }
 
 bool Server::loader_abandoned() const { return impl_->abandoned; }
 

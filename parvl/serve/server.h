@@ -23,6 +23,8 @@ class Server {
 
   int port() const;
   std::string url() const;  // http://HOST:PORT
+  // Requests past admission and not yet over. Any thread.
+  size_t admitted() const;
 
   // Serves until a shutdown, on the calling thread; once. `load` runs on a thread of its own; `on_ready` is called when
   // the model can answer. Returns the loader's error, or OK after a shutdown in which every request was finished or
