@@ -198,7 +198,8 @@ absl::Status refuse_unavailable(const Json& body) {
     if (type != "text") return unavailable("response_format", "the type " + excerpt(type) + " is");
   }
   if (const Json* salt = find(body, "cache_salt"); salt != nullptr && (!salt->is_string() || *salt == "")) {
-    return wrong_type("cache_salt", "a string that is not empty", *salt);  // nothing is shared between requests yet, so any salt holds
+    return wrong_type("cache_salt", "a string that is not empty",
+                      *salt);  // nothing is shared between requests yet, so any salt holds
   }
   if (const Json* arguments = find(body, "mm_processor_kwargs")) {
     if (!arguments->is_object()) return wrong_type("mm_processor_kwargs", "an object", *arguments);

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 
 #include "parvl/base/check.h"
@@ -72,6 +73,7 @@ bool TestClient::send(std::string_view bytes) {
 bool TestClient::fill() {
   char bytes[16384];
   const ssize_t n = ::recv(fd_, bytes, sizeof bytes, 0);
+  closed_ = n == 0 || (n < 0 && errno == ECONNRESET);
   if (n <= 0) return false;
   buffer_.append(bytes, static_cast<size_t>(n));
   return true;
@@ -80,7 +82,7 @@ bool TestClient::fill() {
 bool TestClient::closed_by_server() {
   while (fill()) {
   }
-  return errno != EAGAIN && errno != EWOULDBLOCK;
+  return closed_;
 }
 
 std::string TestClient::read_until(const std::string& marker) {

@@ -46,6 +46,7 @@ class TestClient {
   bool fill();  // more bytes into buffer_
 
   int fd_ = -1;
+  bool closed_ = false;
   std::string buffer_;
 };
 

@@ -1,12 +1,5 @@
 // Every limit of the HTTP side, reached.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <thread>
-
-#include "parvl/serve/server.h"
-#include "tests/unit/serve_client.h"
-#include "tests/unit/serve_fake.h"
+#include "tests/unit/serve_fixture.h"
 
 namespace parvl {
 namespace {
@@ -14,42 +7,10 @@ namespace {
 using std::chrono::milliseconds;
 using testing::HasSubstr;
 
-class LimitsTest : public testing::Test {
+class LimitsTest : public ServerTest {
  protected:
-  LimitsTest() {
-    write_model_folder(folder_.path());
-    options_.port = 0;
-    options_.served_names = {"tiny"};
-  }
-  ~LimitsTest() override {
-    if (server_ == nullptr) return;
-    script_->allow(1 << 30);
-    server_->shutdown();
-    thread_.join();
-  }
-  void start() {
-    auto server = Server::listen(options_, clock_);
-    ASSERT_TRUE(server.ok()) << server.status();
-    server_ = std::move(*server);
-    auto load = [this] { return std::make_unique<FakeGenerator>(script_, folder_.path(), 100'000); };
-    thread_ = std::thread([this, load] { (void)server_->run(load, [] {}); });
-    while (client()->get("/readyz").status != 200) {
-    }
-  }
-  // Until so many requests are past admission (at most 20 s).
-  bool wait_admitted(size_t count) {
-    const int64_t end = clock_.now_ns() + 20'000'000'000;
-    while (server_->admitted() != count && clock_.now_ns() < end) std::this_thread::yield();
-    return server_->admitted() == count;
-  }
+  LimitsTest() { max_model_len_ = 100'000; }
   std::unique_ptr<TestClient> client() { return std::make_unique<TestClient>(server_->port()); }
-
-  TemporaryFolder folder_;
-  RealClock clock_;
-  ServeOptions options_;
-  std::shared_ptr<FakeScript> script_ = std::make_shared<FakeScript>();
-  std::unique_ptr<Server> server_;
-  std::thread thread_;
 };
 
 TEST_F(LimitsTest, LongHeadersAre431) {

@@ -1,0 +1,210 @@
+// Waiting, leaving, loading and shutting down.
+#include "tests/unit/serve_fixture.h"
+
+namespace parvl {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+TEST_F(ServerTest, FullQueueIs429) {
+  options_.max_queue = 2;
+  start();
+  close_gate();
+  std::vector<std::unique_ptr<TestClient>> clients;
+  for (size_t i = 0; i < 3; ++i) {
+    clients.push_back(std::make_unique<TestClient>(server_->port()));
+    clients.back()->send(chat_request(user_says("x")));
+    ASSERT_TRUE(wait_admitted(i + 1));
+  }
+  const TestReply reply = chat(user_says("one too many"));
+  EXPECT_EQ(reply.status, 429);
+  EXPECT_EQ(reply.code(), "queue_full");
+  EXPECT_THAT(reply.message(), HasSubstr("--max-queue"));
+  EXPECT_EQ(reply.headers.at("retry-after"), "1");
+  EXPECT_EQ(reply.json()["error"]["type"], "rate_limit_error");
+  open_gate();
+  for (auto& client : clients) EXPECT_EQ(client->read_reply().status, 200);
+  ASSERT_TRUE(wait_admitted(0));
+  EXPECT_EQ(chat(user_says("room again")).status, 200);
+}
+
+TEST_F(ServerTest, AClientThatLeavesWhileWaitingFreesItsPlaceAndIsNeverRun) {
+  options_.max_queue = 3;
+  start();
+  close_gate();
+  std::vector<std::unique_ptr<TestClient>> clients;
+  for (size_t i = 0; i < 4; ++i) {
+    clients.push_back(std::make_unique<TestClient>(server_->port()));
+    clients.back()->send(chat_request(user_says("request " + std::to_string(i))));
+    ASSERT_TRUE(wait_admitted(i + 1));
+  }
+  clients[2]->close();  // of the two that wait without a turn
+  ASSERT_TRUE(wait_admitted(3));
+  clients[3]->shut_down_sending();  // half a goodbye counts too
+  ASSERT_TRUE(wait_admitted(2));
+  TestClient next(server_->port());
+  next.send(chat_request(user_says("next")));
+  ASSERT_TRUE(wait_admitted(3));
+  open_gate();
+  EXPECT_EQ(clients[0]->read_reply().status, 200);
+  EXPECT_EQ(clients[1]->read_reply().status, 200);
+  EXPECT_EQ(next.read_reply().status, 200);
+  std::lock_guard lock(script_->mutex);
+  EXPECT_EQ(script_->started, 3);
+}
+
+TEST_F(ServerTest, DisconnectCancelsWhatRuns) {
+  start();
+  {
+    std::lock_guard lock(script_->mutex);
+    script_->endless = true;
+  }
+  for (const bool stream : {true, false}) {
+    const int64_t before = script_->cancelled;  // nothing runs now
+    Json body = user_says("hi");
+    body["stream"] = stream;
+    close_gate();
+    TestClient client(server_->port());
+    client.send(chat_request(body));
+    ASSERT_TRUE(wait_started(before + 1));
+    script_->allow(1);
+    if (stream) {
+      EXPECT_THAT(client.read_until("\n\n"), HasSubstr("200 OK"));
+    }
+    client.close();
+    ASSERT_TRUE(wait_admitted(0));
+    bool cancelled = false;
+    for (int i = 0; i < 10 && !cancelled; ++i) {
+      script_->allow(1);
+      EXPECT_TRUE(script_->wait_for([&] { return script_->allowed == 0 || script_->cancelled > before; }));
+      std::lock_guard lock(script_->mutex);
+      cancelled = script_->cancelled > before;
+    }
+    EXPECT_TRUE(cancelled);
+  }
+}
+
+TEST_F(ServerTest, ProbesSayLoadingUntilTheModelIsThere) {
+  std::promise<void> go;
+  start_with([&, wait = go.get_future().share()]() -> absl::StatusOr<std::unique_ptr<Generator>> {
+    wait.wait();
+    return std::make_unique<FakeGenerator>(script_, folder_.path(), 200);
+  });
+  EXPECT_EQ(get("/livez").status, 200);
+  EXPECT_EQ(get("/readyz").status, 503);
+  EXPECT_EQ(get("/health").code(), "loading");
+  const TestReply reply = chat(user_says("hi"));
+  EXPECT_EQ(reply.status, 503);
+  EXPECT_TRUE(reply.headers.contains("retry-after"));
+  EXPECT_EQ(get("/v1/models").status, 503);
+  go.set_value();
+  ready_.get_future().wait();
+  EXPECT_EQ(get("/readyz").status, 200);
+  EXPECT_EQ(chat(user_says("hi")).status, 200);
+}
+
+TEST_F(ServerTest, LoadFailureEndsRun) {
+  start_with([]() -> absl::StatusOr<std::unique_ptr<Generator>> { return invalid("no config.json in models/tiny"); });
+  join();
+  EXPECT_EQ(exit_code(result_), 2);
+  EXPECT_EQ(result_.message(), "no config.json in models/tiny");
+}
+
+TEST_F(ServerTest, ShutdownWhileLoadingDoesNotWaitForTheLoader) {
+  auto go = std::make_shared<std::promise<void>>();
+  auto done = std::make_shared<std::promise<void>>();
+  start_with([wait = go->get_future().share(), done]() -> absl::StatusOr<std::unique_ptr<Generator>> {
+    wait.wait();
+    done->set_value();
+    return invalid("too late");
+  });
+  EXPECT_EQ(get("/livez").status, 200);
+  server_->shutdown();
+  join();
+  EXPECT_TRUE(result_.ok());
+  EXPECT_TRUE(server_->loader_abandoned());
+  go->set_value();
+  done->get_future().wait();
+}
+
+TEST_F(ServerTest, ShutdownLetsTheRunningRequestFinish) {
+  start();
+  close_gate();
+  Json body = user_says("hi");
+  body["stream"] = true;
+  TestClient client(server_->port());
+  client.send(chat_request(body));
+  ASSERT_TRUE(wait_started(1));
+  script_->allow(1);
+  EXPECT_THAT(client.read_until("Hel"), HasSubstr("200 OK"));
+  server_->shutdown();
+  while (get("/readyz").status != 503) {
+  }
+  EXPECT_EQ(get("/livez").status, 200);
+  EXPECT_EQ(get("/health").code(), "draining");
+  EXPECT_EQ(chat(user_says("late")).status, 503);
+  open_gate();
+  EXPECT_THAT(client.read_until("[DONE]"), HasSubstr("\"finish_reason\":\"stop\""));
+  join();
+  EXPECT_TRUE(result_.ok());
+}
+
+TEST_F(ServerTest, ShutdownTimeoutCutsWithAnError) {
+  options_.shutdown_timeout = milliseconds(50);
+  start();
+  close_gate();
+  Json body = user_says("hi");
+  TestClient whole(server_->port()), stream(server_->port());
+  whole.send(chat_request(body));
+  ASSERT_TRUE(wait_started(1));
+  body["stream"] = true;
+  stream.send(chat_request(body));
+  ASSERT_TRUE(wait_admitted(2));
+  server_->shutdown();
+  const TestReply reply = whole.read_reply();
+  EXPECT_EQ(reply.status, 503);
+  EXPECT_EQ(reply.code(), "draining");
+  EXPECT_EQ(stream.read_reply().status, 503);  // not begun, so a status as well
+  open_gate();
+  join();
+  EXPECT_TRUE(result_.ok());
+}
+
+TEST_F(ServerTest, ShutdownTimeoutEndsABegunStreamWithAnErrorEvent) {
+  options_.shutdown_timeout = milliseconds(50);
+  start();
+  close_gate();
+  Json body = user_says("hi");
+  body["stream"] = true;
+  TestClient client(server_->port());
+  client.send(chat_request(body));
+  ASSERT_TRUE(wait_started(1));
+  script_->allow(1);
+  EXPECT_THAT(client.read_until("Hel"), HasSubstr("200 OK"));
+  server_->shutdown();
+  const std::string rest = client.read_until("\r\n0\r\n\r\n");
+  EXPECT_THAT(rest, HasSubstr("event: error\ndata: {\"error\""));
+  EXPECT_THAT(rest, testing::Not(HasSubstr("[DONE]")));
+  open_gate();
+  join();
+  EXPECT_TRUE(result_.ok());
+}
+
+TEST_F(ServerTest, ListenErrorsNameTheFlag) {
+  start();
+  ServeOptions same = options_;
+  same.port = server_->port();
+  EXPECT_THAT(std::string(Server::listen(same, clock_).status().message()), HasSubstr("--port"));
+  same.port = 70000;
+  EXPECT_EQ(exit_code(Server::listen(same, clock_).status()), 2);
+  same.port = 0;
+  same.host = "no such host";
+  EXPECT_THAT(std::string(Server::listen(same, clock_).status().message()), HasSubstr("--host"));
+  same.host = "127.0.0.1";
+  same.media.local_path = "/no/such/folder";
+  EXPECT_THAT(std::string(Server::listen(same, clock_).status().message()), HasSubstr("--allowed-local-media-path"));
+}
+
+}  // namespace
+}  // namespace parvl
