@@ -35,19 +35,14 @@ Guard guard_at(std::string_view text, size_t at, bool escaped_too) {
 
 // A message of the engine's as one short line.
 absl::Status cleaned(const absl::Status& status) {
-  constexpr size_t kMaxBytes = 500;
   const std::string_view message(status.message().data(), status.message().size());
   std::string out;
   for (size_t at = 0; at < message.size();) {
-    if (const Guard guard = guard_at(message, at, false); guard.length > 0) {
-      at += guard.length;
-      continue;
-    }
-    const auto c = static_cast<unsigned char>(message[at++]);
-    out += c < 0x20 || c == 0x7f ? ' ' : static_cast<char>(c);
+    const Guard guard = guard_at(message, at, false);
+    if (guard.length == 0) out += message[at];
+    at += std::max<size_t>(guard.length, 1);
   }
-  if (out.size() > kMaxBytes) out = out.substr(0, kMaxBytes) + "...";
-  return invalid(repair_utf8(out));
+  return invalid(one_line(out, 500));
 }
 
 // The template's source from what the configuration holds: a string, or a list of {name, template}.
@@ -80,20 +75,6 @@ absl::StatusOr<Json> read_optional_json(const std::string& path) {
   if (absl::IsNotFound(json.status())) return Json::object();
   if (json.ok() && !json->is_object()) return invalid(path, " must be a JSON object");
   return json;
-}
-
-TemplateValue list_of(std::vector<TemplateValue> items) {
-  TemplateValue out;
-  out.kind = TemplateValue::Kind::kList;
-  out.items = std::move(items);
-  return out;
-}
-
-TemplateValue object_of(std::vector<std::pair<std::string, TemplateValue>> members) {
-  TemplateValue out;
-  out.kind = TemplateValue::Kind::kObject;
-  out.members = std::move(members);
-  return out;
 }
 
 // Some templates build a special token from the role, as '<|' + role + '|>'; these names are ours, not a user's.
@@ -183,20 +164,20 @@ TemplateValue ChatTemplate::message_value(const Message& message) const {
     for (const ContentPart& part : message.content) text += part.text;
     content = TemplateValue::of_text(guarded(text), false);
   } else {
-    std::vector<TemplateValue> parts;
+    content = TemplateValue::of_list();
     for (const ContentPart& part : message.content) {
-      if (part.kind == ContentPart::Kind::kImage) {
-        parts.push_back(object_of({{"type", TemplateValue::of_text("image", true)}}));
-      } else {
-        parts.push_back(object_of({{"type", TemplateValue::of_text("text", true)},
-                                   {"text", TemplateValue::of_text(guarded(part.text), false)}}));
-      }
+      TemplateValue value = TemplateValue::of_object();
+      const bool is_text = part.kind == ContentPart::Kind::kText;
+      value.add("type", TemplateValue::of_text(is_text ? "text" : "image", true));
+      if (is_text) value.add("text", TemplateValue::of_text(guarded(part.text), false));
+      content.items.push_back(std::move(value));
     }
-    content = list_of(std::move(parts));
   }
   const bool known = is_known_role(message.role);
-  return object_of({{"role", TemplateValue::of_text(known ? message.role : guarded(message.role), known)},
-                    {"content", std::move(content)}});
+  TemplateValue out = TemplateValue::of_object();
+  out.add("role", TemplateValue::of_text(known ? message.role : guarded(message.role), known));
+  out.add("content", std::move(content));
+  return out;
 }
 
 TemplateValue ChatTemplate::argument_value(const Json& json) const {
@@ -214,7 +195,7 @@ TemplateValue ChatTemplate::argument_value(const Json& json) const {
     for (const Json& item : json) out.items.push_back(argument_value(item));
   } else if (json.is_object()) {
     out.kind = TemplateValue::Kind::kObject;
-    for (const auto& [key, value] : json.items()) out.members.emplace_back(guarded(key), argument_value(value));
+    for (const auto& [key, value] : json.items()) out.add(guarded(key), argument_value(value));
   }
   return out;
 }
@@ -256,20 +237,22 @@ absl::StatusOr<std::vector<TextRun>> ChatTemplate::without_guards(const std::vec
 
 absl::StatusOr<std::vector<TextRun>> ChatTemplate::render(const std::vector<Message>& messages,
                                                           const PromptOptions& options) const {
-  TemplateValue globals = object_of({{"tools", {}}, {"documents", {}}});
+  TemplateValue globals = TemplateValue::of_object();
+  globals.add("tools", {});
+  globals.add("documents", {});
   for (const auto& [name, text] : special_tokens_) {
-    globals.members.emplace_back(name, TemplateValue::of_text(text, true));
+    globals.add(name, TemplateValue::of_text(text, true));
   }
   if (!options.template_arguments.is_null()) {
     if (!options.template_arguments.is_object()) return invalid("the chat template's arguments must be an object");
     for (const auto& [key, value] : options.template_arguments.items()) {
-      globals.members.emplace_back(key, argument_value(value));
+      globals.add(key, argument_value(value));
     }
   }
-  std::vector<TemplateValue> values;
-  for (const Message& message : messages) values.push_back(message_value(message));
-  globals.members.emplace_back("messages", list_of(std::move(values)));
-  globals.members.emplace_back("add_generation_prompt", TemplateValue::of_bool(options.add_generation_prompt));
+  TemplateValue values = TemplateValue::of_list();
+  for (const Message& message : messages) values.items.push_back(message_value(message));
+  globals.add("messages", std::move(values));
+  globals.add("add_generation_prompt", TemplateValue::of_bool(options.add_generation_prompt));
   auto runs = template_->render(globals);
   if (!runs.ok()) return with_context(cleaned(runs.status()), "chat template");
   return without_guards(*runs);

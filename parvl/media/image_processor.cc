@@ -5,6 +5,7 @@
 
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
+#include "parvl/media/unicode.h"
 
 namespace parvl {
 namespace {
@@ -41,7 +42,8 @@ absl::Status read_pixel_range(const Json& config, ImageProcessorConfig& out) {
     if (!size->is_object()) return invalid("'size' must be an object with 'shortest_edge' and 'longest_edge'");
     for (const auto& [key, ignored] : size->items()) {
       if (key != "shortest_edge" && key != "longest_edge" && key != "min_pixels" && key != "max_pixels") {
-        return invalid("'size' has the key '", key, "'; 'shortest_edge' and 'longest_edge' (in pixels) are known");
+        return invalid("'size' has the key '", one_line(key, 80),
+                       "'; 'shortest_edge' and 'longest_edge' (in pixels) are known");
       }
     }
     PARVL_ASSIGN_OR_RETURN(out.min_pixels, json_value<int64_t>(*size, "min_pixels", out.min_pixels));
@@ -65,7 +67,7 @@ absl::Status check_type(const Json& config) {
   for (const char* known : kKnown) {
     if (type == known) return absl::OkStatus();
   }
-  return invalid("image_processor_type '", type, "' is not known; the Qwen2-VL family's is");
+  return invalid("image_processor_type '", one_line(type, 80), "' is not known; the Qwen2-VL family's is");
 }
 
 absl::StatusOr<ImageProcessorConfig> read_config(const Json& config) {

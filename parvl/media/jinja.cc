@@ -33,7 +33,7 @@ jinja::value to_engine(const TemplateValue& value) {
     }
     case TemplateValue::Kind::kObject: {
       auto object = jinja::mk_val<jinja::value_object>();
-      for (const auto& [key, member] : value.members) object->insert(key, to_engine(member));
+      for (size_t i = 0; i < value.items.size(); ++i) object->insert(value.keys[i], to_engine(value.items[i]));
       return object;
     }
   }
@@ -63,6 +63,23 @@ TemplateValue TemplateValue::of_bool(bool value) {
   out.kind = Kind::kBool;
   out.flag = value;
   return out;
+}
+
+TemplateValue TemplateValue::of_list() {
+  TemplateValue out;
+  out.kind = Kind::kList;
+  return out;
+}
+
+TemplateValue TemplateValue::of_object() {
+  TemplateValue out;
+  out.kind = Kind::kObject;
+  return out;
+}
+
+void TemplateValue::add(std::string key, TemplateValue value) {
+  keys.push_back(std::move(key));
+  items.push_back(std::move(value));
 }
 
 TemplateValue TemplateValue::of_text(std::string value, bool trusted) {
@@ -105,7 +122,7 @@ absl::StatusOr<std::vector<TextRun>> JinjaTemplate::render(const TemplateValue& 
   if (impl_->reads_clock) lock.lock();
   try {
     jinja::context context(impl_->source);
-    for (const auto& [key, value] : globals.members) context.set_val(key, to_engine(value));
+    for (size_t i = 0; i < globals.items.size(); ++i) context.set_val(globals.keys[i], to_engine(globals.items[i]));
     jinja::runtime runtime(context);
     const auto parts = jinja::runtime::gather_string_parts(runtime.execute(impl_->program));
     std::vector<TextRun> runs;

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "parvl/base/status.h"
@@ -21,11 +20,15 @@ struct TemplateValue {
   int64_t integer = 0;
   double real = 0;
   TextRun text;
-  std::vector<TemplateValue> items;                            // kList
-  std::vector<std::pair<std::string, TemplateValue>> members;  // kObject, in order
+  std::vector<TemplateValue> items;  // kList; kObject: the values, in order
+  std::vector<std::string> keys;     // kObject: of each item
 
   static TemplateValue of_bool(bool value);
+  static TemplateValue of_list();
+  static TemplateValue of_object();
   static TemplateValue of_text(std::string value, bool trusted);
+  // On an object.
+  void add(std::string key, TemplateValue value);
 };
 
 // Immutable after compile; thread-safe.

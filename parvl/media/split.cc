@@ -214,13 +214,17 @@ std::vector<TextRange> SplitPattern::find_all(std::string_view text) const {
     int result = match(at, PCRE2_NO_UTF_CHECK);
     // The compiled code has a small stack of its own; the interpreter takes over where that is not enough.
     if (result == PCRE2_ERROR_JIT_STACKLIMIT) result = match(at, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT);
-    if (result == PCRE2_ERROR_NOMATCH) break;
+    // Nothing more, or given up at a limit, as it would be again at the next place.
+    if (result < 0) break;
     const PCRE2_SIZE* ends = pcre2_get_ovector_pointer(data.get());
-    const bool usable = result >= 0 && ends[1] > ends[0] && ends[0] >= at;
-    if (usable) found.push_back({ends[0], ends[1]});
-    // An empty match, or one that was given up at a limit: go on one character later.
-    const size_t from = usable || result < 0 ? at : std::max(at, static_cast<size_t>(ends[0]));
-    at = usable ? ends[1] : from + (from < text.size() ? utf8_step(text, from).length : 1);
+    const bool usable = ends[1] > ends[0] && ends[0] >= at;
+    if (usable) {
+      found.push_back({ends[0], ends[1]});
+      at = ends[1];
+      continue;
+    }
+    const size_t from = std::max(at, static_cast<size_t>(ends[0]));  // an empty match: go on one character later
+    at = from < text.size() ? from + utf8_step(text, from).length : text.size();
   }
   return found;
 }

@@ -128,7 +128,10 @@ absl::StatusOr<std::shared_ptr<const Tokenizer>> Tokenizer::load(const std::stri
 
 absl::StatusOr<std::shared_ptr<const Tokenizer>> Tokenizer::from_json(const Json& json, const std::string& name) {
   auto file = read_tokenizer_file(json);
-  if (!file.ok()) return with_context(file.status(), name);
+  if (!file.ok()) {
+    const std::string_view message(file.status().message().data(), file.status().message().size());
+    return with_context(absl::Status(file.status().code(), one_line(message, 500)), name);
+  }
   auto impl = std::make_unique<Impl>();
   impl->file = *std::move(file);
   impl->special.resize(impl->file->bytes.size());

@@ -123,14 +123,7 @@ absl::StatusOr<TokenId> id_from(const Json& value, const std::string& what) {
   return value.get<TokenId>();
 }
 
-// A token as a message may show it: short, on one line.
-std::string named(const std::string& token) {
-  std::string shown = token.size() > 80 ? repair_utf8(token.substr(0, 80)) + "..." : token;
-  for (char& c : shown) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  }
-  return absl::StrCat("token '", shown, "'");
-}
+std::string named(const std::string& token) { return absl::StrCat("token '", one_line(token, 80), "'"); }
 
 // Enters a token into the tables by id and by text.
 absl::Status enter(TokenizerFile& out, TokenId id, const std::string& text, std::string bytes) {

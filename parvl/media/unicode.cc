@@ -154,6 +154,15 @@ void append_utf8(std::string& out, char32_t code) {
   out.append(reinterpret_cast<const char*>(bytes.data()), static_cast<size_t>(length));
 }
 
+std::string one_line(std::string_view text, size_t max_bytes) {
+  std::string out = repair_utf8(text.substr(0, max_bytes));
+  if (text.size() > max_bytes) out += "...";
+  for (char& c : out) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
+  }
+  return out;
+}
+
 bool is_white_space(char32_t code) {
   if (code >= 0x09 && code <= 0x0D) return true;
   if (code == 0x85) return true;

@@ -31,6 +31,8 @@ bool is_valid_utf8(std::string_view bytes);
 // With U+FFFD for every invalid part.
 std::string repair_utf8(std::string_view bytes);
 void append_utf8(std::string& out, char32_t code);
+// For messages that quote what came from outside: valid, without control characters, at most `max_bytes` and "...".
+std::string one_line(std::string_view text, size_t max_bytes);
 
 // The White_Space property, and the regular-expression class \w (letters, marks, decimal digits, connectors).
 bool is_white_space(char32_t code);
