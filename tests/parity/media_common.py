@@ -4,7 +4,6 @@ import os
 import pathlib
 import subprocess
 import tempfile
-import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("PARVL_BUILD", ROOT / "build"))
@@ -43,10 +42,9 @@ class Checks:
         return ok
 
 
-class MediaTest(unittest.TestCase):
-    def settle(self, checks, at_least):
-        """Fails when a check did since the last call, or fewer than `at_least` were made."""
-        passed, failures = checks.passed, checks.failures
-        checks.passed, checks.failures = 0, []
-        self.assertEqual(failures[:20], [], f"{len(failures)} checks failed, {passed} passed")
-        self.assertGreaterEqual(passed, at_least)
+def settle(test, checks, at_least):
+    """Fails the test case when a check did since the last call, or fewer than `at_least` were made."""
+    passed, failures = checks.passed, checks.failures
+    checks.passed, checks.failures = 0, []
+    test.assertEqual(failures[:20], [], f"{len(failures)} checks failed, {passed} passed")
+    test.assertGreaterEqual(passed, at_least)

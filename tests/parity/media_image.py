@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 from PIL import Image, ImageOps
 
-from media_common import Checks, MediaTest, Probe
+from media_common import Checks, Probe, settle
 
 rng = np.random.default_rng(7)
 probe, checks = Probe(), Checks()
@@ -292,38 +292,38 @@ def processor():
     checks.check("200 times" in answer.get("error", ""), f"an aspect ratio of 201: {answer}")
 
 
-class ImageParity(MediaTest):
+class ImageParity(unittest.TestCase):
     def test_jpeg(self):
         jpeg()
-        self.settle(checks, at_least=70)
+        settle(self, checks, at_least=70)
 
     def test_png(self):
         png()
-        self.settle(checks, at_least=200)
+        settle(self, checks, at_least=200)
 
     def test_webp(self):
         webp()
-        self.settle(checks, at_least=50)
+        settle(self, checks, at_least=50)
 
     def test_gif(self):
         gif()
-        self.settle(checks, at_least=60)
+        settle(self, checks, at_least=60)
 
     def test_damaged_files(self):
         damaged()
-        self.settle(checks, at_least=100)
+        settle(self, checks, at_least=100)
 
     def test_resize(self):
         resize()
-        self.settle(checks, at_least=100)
+        settle(self, checks, at_least=100)
 
     def test_symmetries(self):
         turns()
-        self.settle(checks, at_least=9)
+        settle(self, checks, at_least=9)
 
     def test_processor(self):
         processor()
-        self.settle(checks, at_least=300)
+        settle(self, checks, at_least=300)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import media_models as made
-from media_common import Checks, MediaTest, Probe
+from media_common import Checks, Probe, settle
 
 rng = random.Random(23)
 probe, checks = Probe(), Checks()
@@ -226,16 +226,16 @@ def old_places():
         checks.check(probe.ask(op="build", dir=folder, messages=messages).get("ids") == want, f"template in {file} {number}")
 
 
-class PromptParity(MediaTest):
+class PromptParity(unittest.TestCase):
     def test_text(self):
         text_only(QWEN_VL, qwen_vl, 120)
         text_only(QWEN, qwen, 120)
         text_only(LLAMA, llama, 120)
-        self.settle(checks, at_least=700)
+        settle(self, checks, at_least=700)
 
     def test_images(self):
         with_images(150)
-        self.settle(checks, at_least=600)
+        settle(self, checks, at_least=600)
 
     def test_tools(self):
         tool = {"function": {"description": "Weather <now>", "name": "w", "parameters": {"a": [1, 2.5, None, True]}}, "type": "function"}
@@ -248,19 +248,19 @@ class PromptParity(MediaTest):
         learned(QWEN_VL, qwen_vl, "<|im_start|>assistant\n", "<|im_end|>", "\n")
         learned(QWEN, qwen, "<|im_start|>assistant\n", "<|im_end|>", "\n")
         learned(LLAMA, llama, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", "")
-        self.settle(checks, at_least=400)
+        settle(self, checks, at_least=400)
 
     def test_typed_tokens_stay_text(self):
         typed_tokens()
-        self.settle(checks, at_least=30)
+        settle(self, checks, at_least=30)
 
     def test_refusals(self):
         refusals()
-        self.settle(checks, at_least=12)
+        settle(self, checks, at_least=12)
 
     def test_old_places_of_the_template(self):
         old_places()
-        self.settle(checks, at_least=3)
+        settle(self, checks, at_least=3)
 
 
 if __name__ == "__main__":

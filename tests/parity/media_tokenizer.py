@@ -5,7 +5,7 @@ import unicodedata
 import unittest
 
 import media_models as made
-from media_common import Checks, MediaTest, Probe
+from media_common import Checks, Probe, settle
 
 rng = random.Random(11)
 probe, checks = Probe(), Checks()
@@ -121,27 +121,27 @@ def refusals(folder):
         checks.check(word in answer.get("error", "") and "tokenizer.json" in answer["error"], f"{key} {str(value)[:80]}: {answer}")
 
 
-class TokenizerParity(MediaTest):
+class TokenizerParity(unittest.TestCase):
     def test_qwen(self):
         qwen = made.qwen()
         folder = compare("qwen", qwen, 1500)
         trust(folder, qwen)
         merges_as_strings(folder, qwen)
         refusals(folder)
-        self.settle(checks, at_least=8000)
+        settle(self, checks, at_least=8000)
 
     def test_llama(self):
         compare("llama", made.llama(), 800)
-        self.settle(checks, at_least=4000)
+        settle(self, checks, at_least=4000)
 
     def test_gpt2(self):
         compare("gpt2", made.gpt2(), 1500)
-        self.settle(checks, at_least=8000)
+        settle(self, checks, at_least=8000)
 
     def test_ways_of_cutting(self):
         for name, tokenizer in made.all_cutting().items():
             compare(name, tokenizer, 250)
-        self.settle(checks, at_least=8000)
+        settle(self, checks, at_least=8000)
 
 
 if __name__ == "__main__":
