@@ -17,7 +17,7 @@ add_library(parvl_torch INTERFACE)
 target_include_directories(parvl_torch SYSTEM INTERFACE ${TORCH_ROOT}/include ${TORCH_ROOT}/include/torch/csrc/api/include)
 target_link_libraries(parvl_torch INTERFACE torch_torch_cpu torch_c10 Threads::Threads)
 target_link_options(parvl_torch INTERFACE -Wl,--allow-shlib-undefined)
-set(CMAKE_BUILD_RPATH ${TORCH_ROOT}/lib ${TORCH_CUDART})
+set(CMAKE_BUILD_RPATH "$ORIGIN" ${TORCH_ROOT}/lib ${TORCH_CUDART})  # $ORIGIN: libparvl_cuda.so
 set(CMAKE_INSTALL_RPATH "$ORIGIN/../lib/parvl")
 
 # One precompiled header for every file that includes torch.

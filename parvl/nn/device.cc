@@ -6,7 +6,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include "parvl/base/log.h"
 #include "parvl/base/memory.h"
+#include "parvl/nn/cuda_ops.h"
 
 namespace parvl {
 namespace {
@@ -14,7 +16,7 @@ namespace {
 // Loads what PyTorch registers CUDA with. The library is found beside libtorch_cpu (this program's run path) or through the
 // loader's usual places.
 absl::Status load_cuda() {
-  if (at::hasCUDA()) return absl::OkStatus();
+  // PyTorch looks for CUDA once, at the first question, so nothing may ask before the library is there.
   if (dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
     return absl::FailedPreconditionError("no GPU: the NVIDIA driver's libcuda.so.1 is not on this machine; use --device cpu");
   }
@@ -37,8 +39,11 @@ absl::StatusOr<at::Device> select_device(const std::string& name) {
   const absl::Status cuda = load_cuda();
   if (cuda.ok()) {
     // Sums in a fixed order, so that a resumed run repeats to the bit; an operation without such a kernel only warns.
-    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+    at::globalContext().setDeterministicFillUninitializedMemory(false);  // a debugging aid that fills every new tensor
     at::globalContext().lazyInitDevice(at::kCUDA);
+    const absl::Status kernels = cuda::load_kernels();
+    if (!kernels.ok()) log_warning(kernels.message(), "; GPU operations run unfused");
     return at::Device(at::kCUDA, 0);
   }
   if (name == "cuda") return cuda;

@@ -6,6 +6,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/nn/cpu_ops.h"
+#include "parvl/nn/cuda_ops.h"
 
 namespace parvl {
 namespace {
@@ -165,11 +166,15 @@ struct LayerNormFn : Function<LayerNormFn> {
 struct SwigluFn : Function<SwigluFn> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
     ctx->save_for_backward({gate, up});
-    return at::silu(gate).mul_(up);
+    return cuda::fits(gate) ? cuda::swiglu(gate, up) : at::silu(gate).mul_(up);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &dy = grads[0];
+    if (cuda::fits(gate)) {
+      auto [dgate, dup] = cuda::swiglu_backward(dy, gate, up);
+      return {dgate, dup};
+    }
     return {at::silu_backward(dy * up, gate), at::silu(gate).mul_(dy)};
   }
 };
@@ -179,15 +184,17 @@ constexpr double kQuickGelu = 1.702;
 struct QuickGeluFn : Function<QuickGeluFn> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
     ctx->save_for_backward({x});
-    return at::silu(x * kQuickGelu).mul_(1 / kQuickGelu);
+    return cuda::fits(x) ? cuda::quick_gelu(x) : at::silu(x * kQuickGelu).mul_(1 / kQuickGelu);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {at::silu_backward(grads[0], ctx->get_saved_variables()[0] * kQuickGelu)};
+    const at::Tensor x = ctx->get_saved_variables()[0];
+    return {cuda::fits(x) ? cuda::quick_gelu_backward(grads[0], x) : at::silu_backward(grads[0], x * kQuickGelu)};
   }
 };
 
 at::Tensor rotate(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF, bool inverse) {
   if (!x_TND.is_cuda()) return cpu::rotary(x_TND, cos_TF, sin_TF, inverse);
+  if (cuda::fits(x_TND)) return cuda::rotary(x_TND, cos_TF, sin_TF, inverse);
   const at::Tensor cos = cos_TF.unsqueeze(1), sin = inverse ? sin_TF.unsqueeze(1).neg() : sin_TF.unsqueeze(1);
   const int64_t half = x_TND.size(2) / 2;
   const at::Tensor low = x_TND.narrow(2, 0, half), high = x_TND.narrow(2, half, half);
