@@ -26,15 +26,15 @@ struct UnavailableCommand {
 
 // Commands of the contract that are not built yet. A line goes when its file comes.
 constexpr UnavailableCommand kUnavailable[] = {
-    {"launch", "start a training on several processes"},
-    {"verify", "compare a layout's gradients with one process"},
-    {"profile", "measure each module's time, memory and communication"},
-    {"plan", "choose parallelism, pool sizes and placement"},
-    {"simulate", "run a trace through the scheduler without devices"},
-    {"bench", "send a trace to a server and report its latency"},
-    {"ctl", "operate a running server"},
-    {"replay", "check a recorded run's decisions"},
-    {"doctor", "check this machine"},
+    {"launch", "Starts a training on several processes"},
+    {"verify", "Compares a layout's gradients with one process"},
+    {"profile", "Measures each module's time, memory and communication"},
+    {"plan", "Chooses parallelism, pool sizes and placement"},
+    {"simulate", "Runs a trace through the scheduler without devices"},
+    {"bench", "Sends a trace to a server and reports its latency"},
+    {"ctl", "Operates a running server"},
+    {"replay", "Checks a recorded run's decisions"},
+    {"doctor", "Checks this machine"},
 };
 
 void add_unavailable_commands(CLI::App& app, Context& context) {
