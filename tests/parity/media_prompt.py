@@ -226,6 +226,25 @@ def old_places():
         checks.check(probe.ask(op="build", dir=folder, messages=messages).get("ids") == want, f"template in {file} {number}")
 
 
+def one_file_for_all_processors():
+    """What newer releases write: processor_config.json instead of preprocessor_config.json."""
+    folder, theirs = save("whole", made.qwen(), "qwen2_vl.jinja", Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=1024))
+    (probe.dir / "whole" / "preprocessor_config.json").unlink()
+    _, files = raw_images(1)
+    messages = [{"role": "user", "content": [{"type": "image"}]}]
+    told = probe.ask(op="build", dir=folder, messages=[{"role": "user", "content": "x"}])
+    checks.check("ids" in told, f"text for a model without a processor: {told}")
+    theirs.to_json_file(probe.dir / "whole" / "processor_config.json")
+    (probe.dir / "moved").mkdir()
+    for file in (probe.dir / "whole").iterdir():
+        (probe.dir / "moved" / file.name).write_bytes(file.read_bytes())
+    ours = probe.ask(op="build", dir=str(probe.dir / "moved"), messages=messages, images=files)
+    picture = Image.frombytes("RGB", tuple(files[0][1:]), open(files[0][0], "rb").read())
+    want = theirs.apply_chat_template([{"role": "user", "content": [{"type": "image", "image": picture}]}],
+                                      add_generation_prompt=True, tokenize=True, return_dict=True)
+    checks.check(ours.get("ids") == list(want["input_ids"][0]), f"processor_config.json: {ours}")
+
+
 class PromptParity(unittest.TestCase):
     def test_text(self):
         text_only(QWEN_VL, qwen_vl, 120)
@@ -257,6 +276,10 @@ class PromptParity(unittest.TestCase):
     def test_refusals(self):
         refusals()
         settle(self, checks, at_least=12)
+
+    def test_one_file_for_all_processors(self):
+        one_file_for_all_processors()
+        settle(self, checks, at_least=2)
 
     def test_old_places_of_the_template(self):
         old_places()
