@@ -1,0 +1,150 @@
+// parvl serve: the OpenAI-compatible server.
+#include <absl/strings/numbers.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+
+#include "apps/commands.h"
+#include "parvl/base/json.h"
+#include "parvl/base/signal.h"
+#include "parvl/base/text.h"
+#include "parvl/exec/generator.h"
+#include "parvl/serve/server.h"
+
+namespace parvl {
+namespace {
+
+struct ServeFlags {
+  ServeOptions serve;
+  GeneratorOptions generator;
+  double shutdown_timeout_s = 30;
+  std::string limit_mm_per_prompt;
+  int64_t tensor_parallel_size = 1;
+  std::vector<std::string> short_tp;  // what follows -t in "-tp N"
+  std::vector<std::pair<std::string, CLI::Option*>> unavailable;
+  std::string unavailable_value;  // nobody reads it
+};
+
+// "image=4" or {"image": 4, ...}, as vLLM reads it.
+absl::Status read_media_limits(const std::string& text, int64_t& max_images) {
+  if (text.empty()) return absl::OkStatus();
+  Json limits = Json::object();
+  if (text.find('{') != std::string::npos) {
+    PARVL_ASSIGN_OR_RETURN(limits, parse_json(text, "--limit-mm-per-prompt"));
+  } else {
+    const size_t equals = text.find('=');
+    int64_t count = -1;
+    if (equals == std::string::npos || !absl::SimpleAtoi(text.substr(equals + 1), &count)) count = -1;
+    limits[text.substr(0, equals)] = count;
+  }
+  for (const auto& [modality, count] : limits.items()) {
+    const bool valid = count.is_number_integer() && count >= 0 && count <= 1000;
+    if (!valid)
+      return invalid("--limit-mm-per-prompt ", excerpt(text), " must be like image=4, with a count up to 1000");
+    if (modality == "image") {
+      max_images = count.get<int64_t>();
+    } else if (modality != "audio" && modality != "video") {
+      return invalid("--limit-mm-per-prompt names ", excerpt(modality), "; image, audio and video are known");
+    } else if (count > 0) {
+      return not_available_yet("--limit-mm-per-prompt " + modality);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status refuse_unavailable(ServeFlags& flags) {
+  for (const auto& [name, option] : flags.unavailable) {
+    if (option->count() > 0) return not_available_yet(name);
+  }
+  if (!flags.short_tp.empty()) {
+    int64_t degree = 0;
+    std::string value = flags.short_tp.back();
+    if (flags.short_tp.size() == 1 && value.rfind("p=", 0) == 0) value = value.substr(2);
+    if (flags.short_tp.front()[0] != 'p' || !absl::SimpleAtoi(value, &degree))
+      return invalid("-tp needs a whole number");
+    flags.tensor_parallel_size = degree;
+  }
+  if (flags.tensor_parallel_size < 1) {
+    return invalid("--tensor-parallel-size must be at least 1, found ", flags.tensor_parallel_size);
+  }
+  if (flags.tensor_parallel_size > 1) return not_available_yet("--tensor-parallel-size above 1");
+  return absl::OkStatus();
+}
+
+absl::Status run_serve(ServeFlags& flags, const Context& context) {
+  PARVL_RETURN_IF_ERROR(refuse_unavailable(flags));
+  PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
+  if (!(flags.shutdown_timeout_s >= 0 && flags.shutdown_timeout_s <= 86'400)) {
+    return invalid("--shutdown-timeout must be between 0 and 86400 seconds, found ", flags.shutdown_timeout_s);
+  }
+  flags.serve.shutdown_timeout = std::chrono::milliseconds(std::llround(flags.shutdown_timeout_s * 1000));
+  if (flags.serve.served_names.empty()) flags.serve.served_names = {flags.serve.model_dir};
+  flags.serve.version = context.version;
+  std::random_device entropy;
+  flags.serve.seed = static_cast<uint64_t>(entropy()) << 32 | entropy();
+  const StopSignal signal;
+  flags.serve.stop_descriptor = signal.descriptor();
+
+  PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
+  const auto load = [&flags] { return Generator::load(flags.serve.model_dir, flags.generator); };
+  const absl::Status status = server->run(load, [&server] {
+    std::printf("parvl ready %s\n", server->url().c_str());
+    std::fflush(stdout);
+  });
+  if (server->loader_abandoned()) {
+    std::fflush(nullptr);
+    std::_Exit(exit_code(status));
+  }
+  return status;
+}
+
+void add_unavailable_options(CLI::App& command, ServeFlags& flags) {
+  for (const char* name : {"--config", "--device-map", "--max-num-seqs", "--max-num-batched-tokens",
+                           "--gpu-memory-utilization", "--allowed-media-domains", "--allowed-private-media-hosts"}) {
+    CLI::Option* option = command.add_option(name, flags.unavailable_value, "Not available yet")
+                              ->expected(0, 1)
+                              ->group("Not available yet");
+    flags.unavailable.emplace_back(name, option);
+  }
+  for (const char* name : {"--enable-prefix-caching", "--print-config"}) {
+    CLI::Option* option = command.add_flag(name)->description("Not available yet")->group("Not available yet");
+    flags.unavailable.emplace_back(name, option);
+  }
+}
+
+}  // namespace
+
+void add_serve_command(CLI::App& app, Context& context) {
+  auto flags = std::make_shared<ServeFlags>();
+  CLI::App* command = app.add_subcommand("serve", "Serves a model over the OpenAI API");
+  ServeOptions& serve = flags->serve;
+  command->add_option("--model", serve.model_dir, "Model directory")->required();
+  command->add_option("--host", serve.host, "Address to listen on")->capture_default_str();
+  command->add_option("--port", serve.port, "Port to listen on; 0: any free one")->capture_default_str();
+  command->add_option("--served-model-name", serve.served_names, "Names that requests may use (default: --model)");
+  command
+      ->add_option("--dtype", flags->generator.dtype, "auto (the directory's), float32, bfloat16, float16 or float64")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
+  command->add_option("--device", flags->generator.device, "auto, cpu or cuda")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  command->add_option("--max-model-len", flags->generator.max_model_len, "Context in tokens (default: the model's)");
+  command->add_option("--max-queue", serve.max_queue, "Requests that may wait; more get 429")->capture_default_str();
+  command->add_option("--api-key", serve.api_keys, "Keys, one of which every request but the probes must carry");
+  command
+      ->add_option("--shutdown-timeout", flags->shutdown_timeout_s, "Seconds that running requests have after SIGTERM")
+      ->capture_default_str();
+  command->add_option("--limit-mm-per-prompt", flags->limit_mm_per_prompt, "Items a request may hold, as image=4");
+  command->add_option("--allowed-local-media-path", serve.media.local_path,
+                      "Folder that file:// URLs may name files in");
+  command->add_option("--max-body-bytes", serve.http.body_bytes, "Largest request body")->capture_default_str();
+  command->add_flag("--log-requests", serve.log_requests, "A line a request on standard error, without its content");
+  command->add_option("--tensor-parallel-size", flags->tensor_parallel_size, "Also -tp; only 1 is available yet");
+  command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
+  add_unavailable_options(*command, *flags);
+  run_with(*command, context, [flags, &context] { return run_serve(*flags, context); });
+}
+
+}  // namespace parvl

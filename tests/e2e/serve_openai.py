@@ -1,0 +1,109 @@
+"""The official `openai` client against a running server."""
+import unittest
+
+import openai
+
+from serve_common import Server, ask, data_uri, need_model, png
+
+QUESTION = "what color is the shape?"
+
+
+class OpenAiClient(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need_model()
+        cls.server = Server("--api-key", "sesame")
+        cls.addClassCleanup(cls.server.stop)
+        cls.client = openai.OpenAI(base_url=cls.server.url + "/v1", api_key="sesame", max_retries=0, timeout=60)
+        cls.addClassCleanup(cls.client.close)
+
+    def create(self, **fields):
+        fields.setdefault("model", "tiny")
+        fields.setdefault("messages", ask(QUESTION, data_uri(png())))
+        fields.setdefault("max_tokens", 8)
+        fields.setdefault("temperature", 0)
+        return self.client.chat.completions.create(**fields)
+
+    def test_models(self):
+        self.assertEqual([model.id for model in self.client.models.list()], ["tiny"])
+        self.assertEqual(self.client.models.retrieve("tiny").id, "tiny")
+        with self.assertRaises(openai.NotFoundError):
+            self.client.models.retrieve("other")
+
+    def test_answer_about_an_image(self):
+        reply = self.create()
+        self.assertEqual(len(reply.choices), 1)
+        self.assertTrue(reply.choices[0].message.content)
+        self.assertIn(reply.choices[0].finish_reason, ("stop", "length"))
+        self.assertGreater(reply.usage.prompt_tokens, 0)
+        self.assertGreater(reply.usage.completion_tokens, 0)
+        self.assertEqual(reply.usage.total_tokens, reply.usage.prompt_tokens + reply.usage.completion_tokens)
+
+    def test_stream_gives_the_same_answer(self):
+        whole = self.create()
+        chunks = list(self.create(stream=True, stream_options={"include_usage": True}))
+        self.assertEqual(chunks[0].choices[0].delta.role, "assistant")
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        self.assertEqual(text, whole.choices[0].message.content)
+        self.assertEqual(chunks[-2].choices[0].finish_reason, whole.choices[0].finish_reason)
+        self.assertIsNone(chunks[-2].choices[0].delta.content)
+        self.assertEqual(chunks[-1].choices, [])
+        self.assertEqual(chunks[-1].usage, whole.usage)
+
+    def test_text_alone(self):
+        self.assertIsNotNone(self.create(messages=[{"role": "user", "content": "is it red?"}]).choices[0].message.content)
+
+    def test_more_turns(self):
+        messages = ask(QUESTION, data_uri(png())) + [{"role": "assistant", "content": "red"}] + ask("are you sure?")
+        self.assertIsNotNone(self.create(messages=messages).choices[0].message.content)
+
+    def test_same_seed_same_answer(self):
+        fields = {"temperature": 1.5, "seed": 11, "max_tokens": 20, "extra_body": {"ignore_eos": True, "top_k": 50}}
+        first, second = self.create(**fields), self.create(**fields)
+        self.assertEqual(first.choices[0].message.content, second.choices[0].message.content)
+        self.assertEqual(first.usage.completion_tokens, 20)
+        self.assertEqual(first.choices[0].finish_reason, "length")
+
+    def test_logprobs(self):
+        reply = self.create(logprobs=True, top_logprobs=3)
+        content = reply.choices[0].logprobs.content
+        self.assertEqual(len(content), reply.usage.completion_tokens)
+        for entry in content:
+            self.assertLessEqual(entry.logprob, 0)
+            self.assertEqual(len(entry.top_logprobs), 3)
+            self.assertEqual(entry.top_logprobs[0].token, entry.token)  # greedy
+            self.assertAlmostEqual(entry.top_logprobs[0].logprob, entry.logprob, places=4)
+
+    def test_stop_string(self):
+        text = self.create().choices[0].message.content
+        shown = text[:1] if len(text) > 1 else ""
+        reply = self.create(stop=text[len(shown):])
+        self.assertEqual(reply.choices[0].message.content, shown)
+        self.assertEqual(reply.choices[0].finish_reason, "stop")
+
+    def test_errors_become_the_clients_exceptions(self):
+        with self.assertRaises(openai.BadRequestError) as caught:
+            self.create(temperature=5)
+        self.assertEqual(caught.exception.param, "temperature")
+        with self.assertRaises(openai.NotFoundError) as caught:
+            self.create(model="other")
+        self.assertEqual(caught.exception.code, "model_not_found")
+        with self.assertRaises(openai.UnprocessableEntityError):
+            self.create(messages=ask(QUESTION, data_uri(b"no image")))
+        with self.assertRaises(openai.UnprocessableEntityError):  # before the stream begins
+            self.create(messages=ask(QUESTION, data_uri(png()[:60])), stream=True)
+        with self.assertRaises(openai.BadRequestError):
+            self.create(tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+        stranger = openai.OpenAI(base_url=self.server.url + "/v1", api_key="wrong", max_retries=0)
+        with stranger, self.assertRaises(openai.AuthenticationError):
+            stranger.models.list()
+
+    def test_client_that_stops_reading_a_stream(self):
+        stream = self.create(stream=True, max_tokens=200, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        stream.close()
+        self.assertTrue(self.create().choices[0].message.content)
+
+
+if __name__ == "__main__":
+    unittest.main()
