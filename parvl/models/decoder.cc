@@ -28,6 +28,15 @@ class Decoder : public Backbone {
     Param* head = params.add(Module::kBackbone, "head.weight", {spec.vocab, spec.hidden}, Init::kNormal, {"tp", 0});
     if (spec.tied) head->tied_to = params.find(embed_->name);
     head_.weight = head;
+    inv_freq_float_ = inverse_frequencies(spec, at::kFloat);
+    inv_freq_double_ = inverse_frequencies(spec, at::kDouble);
+    // Which axis each frequency turns with: the sections one after another, time first.
+    std::vector<int64_t> axes;
+    for (size_t axis = 0; axis < spec.mrope_section.size(); ++axis) {
+      axes.insert(axes.end(), static_cast<size_t>(spec.mrope_section[axis]), static_cast<int64_t>(axis));
+    }
+    axes.resize(static_cast<size_t>(spec.head_dim / 2), 0);
+    axes_ = at::tensor(axes, at::kLong);
   }
 
   std::vector<Piece> pieces(const BackboneBatch& batch) const override {
@@ -63,18 +72,12 @@ class Decoder : public Backbone {
   }
 
   RotaryTable rope(const std::vector<std::array<int64_t, 3>>& positions, at::Device device) const override {
-    const at::ScalarType type = embed_->value.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const at::Tensor inv_freq = inverse_frequencies(spec_, type);
-    const int64_t tokens = static_cast<int64_t>(positions.size()), half = spec_.head_dim / 2;
+    const bool wide = embed_->value.scalar_type() == at::kDouble;
+    const int64_t tokens = static_cast<int64_t>(positions.size());
     at::Tensor at3 = at::empty({tokens, 3}, at::kLong);
     std::copy_n(positions.data()->data(), tokens * 3, at3.data_ptr<int64_t>());
-    // Which axis each frequency turns with: the sections one after another, time first.
-    std::vector<int64_t> axes;
-    for (size_t axis = 0; axis < spec_.mrope_section.size(); ++axis) {
-      axes.insert(axes.end(), static_cast<size_t>(spec_.mrope_section[axis]), static_cast<int64_t>(axis));
-    }
-    axes.resize(static_cast<size_t>(half), 0);
-    const at::Tensor angles = at3.index_select(1, at::tensor(axes, at::kLong)).to(type) * inv_freq;
+    const at::Tensor angles =
+        at3.index_select(1, axes_).to(wide ? at::kDouble : at::kFloat) * (wide ? inv_freq_double_ : inv_freq_float_);
     return {angles.cos().to(device), angles.sin().to(device)};
   }
 
@@ -84,6 +87,7 @@ class Decoder : public Backbone {
   std::vector<DecoderLayer> layers_;
   Norm norm_;
   Linear head_;
+  at::Tensor inv_freq_float_, inv_freq_double_, axes_;
 };
 
 }  // namespace
