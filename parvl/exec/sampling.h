@@ -33,8 +33,8 @@ struct SamplingParams {
 
 struct TokenLogprob {
   TokenId token_id = 0;
-  float logprob = 0;                             // log-softmax of the logits before temperature, bias and penalties
-  std::vector<std::pair<TokenId, float>> top;    // the `top_logprobs` most likely, most likely first
+  float logprob = 0;                           // log-softmax of the logits before temperature, bias and penalties
+  std::vector<std::pair<TokenId, float>> top;  // the `top_logprobs` most likely, most likely first
 };
 
 enum class FinishReason { kNone, kStop, kLength };
