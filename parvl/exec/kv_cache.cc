@@ -82,7 +82,8 @@ at::Tensor CachedAttention::attend(int64_t layer, const at::Tensor& q_TND, const
   PARVL_CHECK(q_TND.size(0) == pending_, "the cache was prepared for another number of tokens");
   write(layer, k_TKD, v_TKD);
   if (length_ == 0) return packed_attention(q_TND, k_TKD, v_TKD, layout_, /*causal=*/true);
-  if (pending_ == 1 && !q_TND.is_cuda() && q_TND.scalar_type() != at::kHalf) return decode_on_cpu(layer, q_TND.contiguous());
+  const bool kernel = !q_TND.is_cuda() && q_TND.scalar_type() != at::kHalf && q_TND.size(2) <= kernels::kPagedMaxDim;
+  if (pending_ == 1 && kernel) return decode_on_cpu(layer, q_TND.contiguous());
   return attend_gathered(layer, q_TND);
 }
 

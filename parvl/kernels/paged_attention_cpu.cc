@@ -7,7 +7,6 @@
 namespace parvl::kernels {
 namespace {
 
-constexpr int64_t kMaxDim = 512;
 constexpr int64_t kLanes = 16;
 
 template <typename T>
@@ -28,9 +27,8 @@ inline __attribute__((always_inline)) WideT<T> dot(const WideT<T>* q, const T* k
 template <typename T>
 inline __attribute__((always_inline)) void one_head(const T* q, const Pages<T>& pages, T* out, int64_t kv_head) {
   using Acc = WideT<T>;
-  constexpr int64_t kMaxBlock = 64;
   const int64_t dim = pages.dim;
-  Acc scaled[kMaxDim], sum[kMaxDim] = {}, scores[kMaxBlock];
+  Acc scaled[kPagedMaxDim], sum[kPagedMaxDim] = {}, scores[kPagedMaxBlock];
   const Acc scale = 1 / std::sqrt(static_cast<Acc>(dim));
   for (int64_t i = 0; i < dim; ++i) scaled[i] = widen(q[i]) * scale;
   Acc maximum = -std::numeric_limits<Acc>::infinity(), total = 0;
