@@ -147,6 +147,12 @@ absl::StatusOr<std::shared_ptr<MappedFile>> MappedFile::open(const std::string& 
   return std::shared_ptr<MappedFile>(new MappedFile(static_cast<const char*>(data), size));
 }
 
+void MappedFile::drop(size_t offset, size_t bytes) const {
+  const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  const size_t begin = (offset + page - 1) / page * page, end = (offset + bytes) / page * page;
+  if (begin < end) ::madvise(const_cast<char*>(data_) + begin, end - begin, MADV_DONTNEED);
+}
+
 MappedFile::~MappedFile() { ::munmap(const_cast<char*>(data_), size_); }
 
 std::string sha256_hex(std::string_view bytes) {

@@ -45,6 +45,8 @@ class MappedFile {
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
   std::string_view bytes() const { return {data_, size_}; }
+  // Lets the system take back the memory of a range that will not be read again soon; reading it again is still right.
+  void drop(size_t offset, size_t bytes) const;
 
  private:
   MappedFile(const char* data, size_t size) : data_(data), size_(size) {}

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "parvl/base/file.h"
+#include "parvl/base/text.h"
 #include "parvl/models/safetensors.h"
 
 namespace parvl {
@@ -34,10 +35,10 @@ absl::StatusOr<std::vector<std::string>> weight_files(const std::string& dir) {
   }
   std::set<std::string> files;
   for (const auto& [tensor, file] : json["weight_map"].items()) {
-    if (!file.is_string()) return invalid(index, ": the file of '", tensor.substr(0, 200), "' is not a string");
+    if (!file.is_string()) return invalid(index, ": the file of ", excerpt(tensor), " is not a string");
     const std::string name = file.get<std::string>();
     if (name.find('/') != std::string::npos || name.empty() || name[0] == '.') {
-      return invalid(index, ": '", name.substr(0, 200), "' is not a plain file name");
+      return invalid(index, ": ", excerpt(name), " is not a plain file name");
     }
     files.insert(name);
   }
@@ -56,7 +57,7 @@ struct Source {
 
 absl::Status fill(Param& param, const Source& source, const std::string& where) {
   auto dtype = parse_safetensors_dtype(source.entry.dtype);
-  if (!dtype.ok()) return with_context(dtype.status(), absl::StrCat(where, ": tensor '", source.entry.name, "'"));
+  if (!dtype.ok()) return with_context(dtype.status(), absl::StrCat(where, ": tensor ", excerpt(source.entry.name, 200)));
   const auto& shape = param.checkpoint_shape.empty() ? param.shape : param.checkpoint_shape;
   if (source.entry.shape != shape) {
     const auto text = [](const std::vector<int64_t>& sizes) {
@@ -64,13 +65,14 @@ absl::Status fill(Param& param, const Source& source, const std::string& where) 
       for (int64_t size : sizes) absl::StrAppend(&out, out.empty() ? "" : "×", size);
       return out;
     };
-    return invalid(where, ": tensor '", source.entry.name, "' has shape ", text(source.entry.shape), ", the configuration says ",
+    return invalid(where, ": tensor ", excerpt(source.entry.name, 200), " has shape ", text(source.entry.shape), ", the configuration says ",
                    text(shape));
   }
   const at::Tensor mapped = map_tensor(source.file, source.entry, to_scalar_type(*dtype)).view(param.shape);
   at::NoGradGuard no_grad;
   param.master.copy_(mapped);
   if (!param.master.is_same(param.value)) param.value.copy_(param.master);
+  source.file->drop(source.entry.offset, source.entry.bytes);  // it is copied, so it need not stay in memory twice
   return absl::OkStatus();
 }
 
@@ -115,7 +117,7 @@ absl::Status load_weights(Model& model, const std::string& dir) {
     PARVL_ASSIGN_OR_RETURN(auto mapped, MappedFile::open(path));
     PARVL_ASSIGN_OR_RETURN(auto entries, read_safetensors_header(mapped->bytes(), path));
     for (TensorEntry& entry : entries) {
-      if (sources.count(entry.name)) return invalid(path, ": tensor '", entry.name, "' also stands in another file of the directory");
+      if (sources.count(entry.name)) return invalid(path, ": tensor ", excerpt(entry.name, 200), " also stands in another file of the directory");
       std::string key = entry.name;
       sources[key] = {mapped, std::move(entry)};
     }
@@ -135,7 +137,7 @@ absl::Status load_weights(Model& model, const std::string& dir) {
   }
   for (const auto& [name, source] : sources) {
     if (!used.count(name) && !is_known_buffer(name)) {
-      return invalid(dir, " holds a tensor '", name, "' that a ", model.spec().model_type, " model has no place for");
+      return invalid(dir, " holds a tensor ", excerpt(name, 200), " that a ", model.spec().model_type, " model has no place for");
     }
   }
   model.params().link_tied();

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "parvl/base/json.h"
+#include "parvl/base/text.h"
 
 namespace parvl {
 namespace {
@@ -22,7 +23,7 @@ uint64_t value_bytes(const std::string& dtype) {
 }
 
 absl::StatusOr<TensorEntry> parse_entry(const std::string& name, const Json& value, uint64_t data_bytes) {
-  const auto bad = [&](const std::string& why) { return invalid("tensor '", name.substr(0, 200), "' ", why); };
+  const auto bad = [&](const std::string& why) { return invalid("tensor ", excerpt(name, 200), " ", why); };
   TensorEntry entry;
   entry.name = name;
   if (!value.is_object() || !value.contains("dtype") || !value.contains("shape") || !value.contains("data_offsets")) {
@@ -73,7 +74,7 @@ absl::StatusOr<std::vector<TensorEntry>> read_safetensors_header(std::string_vie
   std::sort(out.begin(), out.end(), [](const TensorEntry& a, const TensorEntry& b) { return std::tie(a.offset, a.bytes) < std::tie(b.offset, b.bytes); });
   uint64_t next = 0;
   for (TensorEntry& entry : out) {
-    if (entry.offset != next) return invalid(name, ": tensor '", entry.name.substr(0, 200), "' overlaps another or leaves a gap");
+    if (entry.offset != next) return invalid(name, ": tensor ", excerpt(entry.name, 200), " overlaps another or leaves a gap");
     next = entry.offset + entry.bytes;
     entry.offset += data_begin;
   }
@@ -99,7 +100,7 @@ absl::StatusOr<DType> parse_safetensors_dtype(const std::string& name) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
     if (name == safetensors_dtype(dtype)) return dtype;
   }
-  return invalid("dtype ", name, " is not supported (F32, BF16, F16 and F64 are)");
+  return invalid("dtype ", excerpt(name), " is not supported (F32, BF16, F16 and F64 are)");
 }
 
 std::string make_safetensors_header(std::vector<TensorEntry>& tensors) {
