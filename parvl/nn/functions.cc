@@ -20,8 +20,9 @@ thread_local WeightGradQueue* t_queue = nullptr;
 // A leaf that makes an operation's output part of the graph when only its weights are trained. It never receives a gradient.
 thread_local at::Tensor t_anchor;
 
-at::Tensor anchor_for(const Param& param) {
-  if (param.trainable() && t_anchor.defined()) return t_anchor;
+at::Tensor anchor_for(const Param& param, const Param* second = nullptr) {
+  const bool trainable = param.trainable() || (second != nullptr && second->trainable());
+  if (trainable && t_anchor.defined()) return t_anchor;
   static const at::Tensor kNone = at::zeros({1});
   return kNone;
 }
@@ -281,7 +282,7 @@ WeightGradScope::~WeightGradScope() {
 
 at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias) {
   if (!at::GradMode::is_enabled()) return cpu::linear(x_TI, weight.value, bias ? bias->value : at::Tensor());
-  return LinearFn::apply(x_TI, anchor_for(weight), pack(&weight), pack(bias), pack(t_queue));
+  return LinearFn::apply(x_TI, anchor_for(weight, bias), pack(&weight), pack(bias), pack(t_queue));
 }
 
 at::Tensor embedding(const at::Tensor& ids_T, const Param& table) {
@@ -294,7 +295,7 @@ at::Tensor rms_norm(const at::Tensor& x, const Param& weight, double eps) {
 }
 
 at::Tensor layer_norm(const at::Tensor& x, const Param& weight, const Param& bias, double eps) {
-  return LayerNormFn::apply(x, anchor_for(weight), pack(&weight), pack(&bias), eps, pack(t_queue));
+  return LayerNormFn::apply(x, anchor_for(weight, &bias), pack(&weight), pack(&bias), eps, pack(t_queue));
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) { return SwigluFn::apply(gate, up); }
