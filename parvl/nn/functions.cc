@@ -281,7 +281,12 @@ WeightGradScope::~WeightGradScope() {
 }
 
 at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias) {
-  if (!at::GradMode::is_enabled()) return cpu::linear(x_TI, weight.value, bias ? bias->value : at::Tensor());
+  if (!at::GradMode::is_enabled()) {
+    const at::Tensor b = bias ? bias->value : at::Tensor();
+    // Inside a Segment the sums are made in the order that they have with a graph, so that recomputation changes no bit.
+    return t_queue == nullptr ? cpu::linear(x_TI, weight.value, b)
+                              : at::linear(x_TI, weight.value, b.defined() ? std::optional<at::Tensor>(b) : std::nullopt);
+  }
   return LinearFn::apply(x_TI, anchor_for(weight, bias), pack(&weight), pack(bias), pack(t_queue));
 }
 

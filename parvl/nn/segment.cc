@@ -11,6 +11,7 @@ Bundle Segment::run_with_graph() {
 }
 
 Bundle Segment::forward(const Bundle& in) {
+  WeightGradScope scope(&queue_);
   if (!wants_grad()) {
     at::NoGradGuard no_grad;
     return piece_.run(in);
