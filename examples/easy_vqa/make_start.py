@@ -57,14 +57,13 @@ def main():
         "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 1024, "max_pixels": 65536, "do_resize": True, "do_rescale": True,
         "do_normalize": True, "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255,
         "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]})
-    write("generation_config.json", {"do_sample": False, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
-                                     "max_new_tokens": 16})
-    hidden = 128
+    write("generation_config.json", {"do_sample": False, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]})
+    hidden = 192
     write("config.json", {
-        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "torch_dtype": "float32",
-        "hidden_size": hidden, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "torch_dtype": "bfloat16",
+        "hidden_size": hidden, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
         "vocab_size": 384, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}, "hidden_act": "silu", "tie_word_embeddings": True,
+        "rope_scaling": {"type": "mrope", "mrope_section": [6, 9, 9]}, "hidden_act": "silu", "tie_word_embeddings": True,
         "attention_dropout": 0.0, "use_sliding_window": False, "initializer_range": 0.02,
         "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
         "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
