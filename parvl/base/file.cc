@@ -162,4 +162,23 @@ std::string sha256_hex(std::string_view bytes) {
   return hex(digest, length);
 }
 
+absl::StatusOr<std::string> sha256_file(const std::string& path) {
+  Descriptor file{-1};
+  PARVL_RETURN_IF_ERROR(open_plain(path, file).status());
+  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> hash(EVP_MD_CTX_new(), EVP_MD_CTX_free);
+  EVP_DigestInit_ex(hash.get(), EVP_sha256(), nullptr);
+  std::string piece(size_t{1} << 20, '\0');
+  for (;;) {
+    const ssize_t n = ::read(file.fd, piece.data(), piece.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno_status("read", path, errno);
+    if (n == 0) break;
+    EVP_DigestUpdate(hash.get(), piece.data(), static_cast<size_t>(n));
+  }
+  unsigned char digest[EVP_MAX_MD_SIZE];
+  unsigned int length = 0;
+  EVP_DigestFinal_ex(hash.get(), digest, &length);
+  return hex(digest, length);
+}
+
 }  // namespace parvl

@@ -55,5 +55,7 @@ class MappedFile {
 };
 
 std::string sha256_hex(std::string_view bytes);
+// Of a whole file, read in pieces.
+absl::StatusOr<std::string> sha256_file(const std::string& path);
 
 }  // namespace parvl

@@ -38,9 +38,6 @@ absl::StatusOr<at::Device> select_device(const std::string& name) {
   if (name != "auto" && name != "cuda") return invalid("device '", name, "' is not one of auto, cpu, cuda");
   const absl::Status cuda = load_cuda();
   if (cuda.ok()) {
-    // Sums in a fixed order, so that a resumed run repeats to the bit; an operation without such a kernel only warns.
-    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
-    at::globalContext().setDeterministicFillUninitializedMemory(false);  // a debugging aid that fills every new tensor
     at::globalContext().lazyInitDevice(at::kCUDA);
     const absl::Status kernels = cuda::load_kernels();
     if (!kernels.ok()) log_warning(kernels.message(), "; GPU operations run unfused");
@@ -48,6 +45,12 @@ absl::StatusOr<at::Device> select_device(const std::string& name) {
   }
   if (name == "cuda") return cuda;
   return at::Device(at::kCPU);
+}
+
+void use_deterministic_kernels(at::Device device) {
+  if (!device.is_cuda()) return;
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+  at::globalContext().setDeterministicFillUninitializedMemory(false);  // a debugging aid that fills every new tensor
 }
 
 std::string device_text(at::Device device) { return device.str(); }

@@ -13,6 +13,11 @@ namespace parvl {
 // missing. cpu. Call from one thread, before other work on a GPU.
 absl::StatusOr<at::Device> select_device(const std::string& name);
 
+// From here on sums on a GPU are made in a fixed order, so that a run repeats to the bit; an operation that has no such kernel
+// throws. cuBLAS must have been told by CUBLAS_WORKSPACE_CONFIG=:4096:8 before the GPU is first used. No effect on the CPU,
+// whose kernels here always repeat.
+void use_deterministic_kernels(at::Device device);
+
 // "cpu", or the GPU's index as "cuda:0".
 std::string device_text(at::Device device);
 
