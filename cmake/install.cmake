@@ -1,0 +1,5 @@
+# `make install`: the program in bin/, and beside it in lib/parvl/ the libraries that Debian does not have.
+install(FILES ${TORCH_ROOT}/lib/libtorch_cpu.so ${TORCH_ROOT}/lib/libc10.so ${TORCH_ROOT}/lib/libgomp.so.1
+              ${TORCH_CUDART}/libcudart.so.13 ${TORCH_CUDART}/libcupti.so.13 DESTINATION lib/parvl)
+install(FILES ${PARVL_DEPS}/jinja/vendor/llama.cpp/LICENSE DESTINATION share/doc/parvl RENAME LICENSE.llama.cpp)
+install(FILES ${CMAKE_SOURCE_DIR}/README.md DESTINATION share/doc/parvl)
