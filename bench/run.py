@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""ParVL against transformers on this machine: one table, ratios first. Each pair of runs alternates, medians are compared.
+
+usage: run.py --build BUILD [--threads N] [--rounds N] [--only SUBSTRING] [--keep FOLDER]
+"""
+import argparse
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+IMAGE = ROOT / ".deps" / "data" / "easy_vqa" / "data" / "test" / "images" / "0.png"
+EXAMPLE = ROOT / "examples" / "easy_vqa" / "model"
+
+
+class Bench:
+    def __init__(self, build, threads, rounds, folder):
+        self.build, self.threads, self.rounds, self.folder = build, threads, rounds, folder
+        self.env = dict(os.environ, OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1",
+                        PYTHONPATH=os.pathsep.join(str(ROOT / ".deps" / f) for f in ("oracle", "torch")))
+        # PyTorch's Python package wants CUDA libraries that a machine without a GPU lacks; see tools/stub_cuda_libs.sh.
+        self.peer_env = dict(self.env, LD_LIBRARY_PATH=str(ROOT / ".deps" / "cuda-stubs"))
+        self.rows = []
+
+    def run(self, command, peer=False):
+        done = subprocess.run([str(c) for c in command], env=self.peer_env if peer else self.env, capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"bench: {' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def python(self, script, *args):
+        return self.run([sys.executable, ROOT / "bench" / script, *args], peer=True)
+
+    def row(self, name, mine, peer, unit, higher_is_better=False):
+        ratio = mine / peer if higher_is_better else peer / mine
+        self.rows.append((name, ratio, mine, peer, unit))
+        print(f"  {name}: {ratio:.2f}x", flush=True)
+
+    def generation(self, name, model, dtype, prompt, tokens, image=None):
+        print(f"{name} ...", flush=True)
+        mine, peer = [], []
+        extra = [image] if image else []
+        for _ in range(self.rounds):
+            args = [model, dtype, self.threads, prompt, tokens, 3, *extra]
+            mine.append(json.loads(self.run([self.build / "bench" / "generate_bench", *args])))
+            peer.append(json.loads(self.python("serve/peer_generate.py", *args).splitlines()[-1]))
+        median = lambda runs, key: statistics.median(r[key] for r in runs)
+        assert mine[0]["prompt_tokens"] == peer[0]["prompt_tokens"], (mine[0], peer[0])
+        self.row(f"{name}: to the first token", median(mine, "ttft_ms"), median(peer, "ttft_ms"), "ms")
+        self.row(f"{name}: a token", median(mine, "tpot_ms"), median(peer, "tpot_ms"), "ms")
+        self.row(f"{name}: peak memory", median(mine, "peak_bytes") / 2**20, median(peer, "peak_bytes") / 2**20, "MiB")
+        self.rows.append((f"{name}: share of the matrix-vector speed", median(mine, "decode_share_of_gemv"), median(mine, "decode_gb_s"),
+                          median(mine, "gemv_gb_s"), "GB/s"))
+        print(f"  share of the matrix-vector speed: {self.rows[-1][1]:.2f}", flush=True)
+
+    def training(self, name, model, micro_batch, steps):
+        print(f"{name} ...", flush=True)
+        data = self.folder / "data"
+        if not data.exists():
+            self.python("train/make_data.py", data, 8)
+        mine, peer, mine_memory, peer_memory = [], [], [], []
+        for _ in range(self.rounds):
+            with tempfile.TemporaryDirectory() as out:
+                sets = [f"model={model}", f"data.train={data}/data.jsonl", f"train.out={out}", f"train.steps={steps}",
+                        f"data.micro_batch={micro_batch}", f"data.global_batch={micro_batch}"]
+                text = self.run([self.build / "parvl", "train", "--config", ROOT / "bench" / "train" / "recipe.yaml",
+                                 *(a for s in sets for a in ("--set", s))])
+            mine.append(statistics.median([float(x) for x in re.findall(r"tokens/s (\S+)", text)][1:]))
+            mine_memory.append(max(float(x) for x in re.findall(r"memory (\d+) MiB", text)))
+            done = json.loads(self.python("train/peer_train.py", model, data, self.threads, micro_batch, steps).splitlines()[-1])
+            peer.append(done["tokens_s"])
+            peer_memory.append(done["peak_bytes"] / 2**20)
+        self.row(f"{name}: tokens a second", statistics.median(mine), statistics.median(peer), "tokens/s", higher_is_better=True)
+        self.row(f"{name}: memory", statistics.median(mine_memory), statistics.median(peer_memory), "MiB")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--build", type=pathlib.Path, required=True)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for the random model, kept for the next run")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        bench = Bench(args.build.resolve(), args.threads, args.rounds, args.keep or pathlib.Path(temporary))
+        half = bench.folder / "shape-0.5b"
+        if not half.exists() and args.only in "0.5b":
+            print("making a random model of 0.56 B parameters ...", flush=True)
+            bench.python("make_shape.py", half, "0.5b")
+        jobs = {
+            "0.5b generate": lambda: bench.generation("0.5B bf16, 128 tokens", half, "bfloat16", 128, 24),
+            "0.5b train": lambda: bench.training("0.5B bf16 training step", half, 2, 4),
+            "easy-vqa": lambda: bench.generation("easy-VQA bf16, image", EXAMPLE, "bfloat16", 0, 32, IMAGE),
+        }
+        for name, job in jobs.items():
+            if args.only in name:
+                job()
+    print(f"\n{'ratio':>6}  {'':52} {'ParVL':>10} {'transformers':>13}   ({args.threads} threads, medians of {args.rounds} rounds)")
+    for name, ratio, mine, peer, unit in bench.rows:
+        print(f"{ratio:6.2f}  {name:52} {mine:10.2f} {peer:13.2f}   {unit}")
+    print("A ratio above 1 is better than transformers; the matrix-vector rows compare decoding with ParVL's own kernel alone.")
+
+
+main()
