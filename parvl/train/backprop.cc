@@ -6,8 +6,9 @@ namespace parvl {
 
 bool has_trained_params(const ParamTable& params, const Piece& piece) {
   return std::any_of(params.all().begin(), params.all().end(), [&](const auto& param) {
-    return param->trainable() && std::any_of(piece.owns.begin(), piece.owns.end(),
-                                             [&](const std::string& prefix) { return param->name.rfind(prefix, 0) == 0; });
+    return param->trainable() && std::any_of(piece.owns.begin(), piece.owns.end(), [&](const std::string& prefix) {
+             return param->name.rfind(prefix, 0) == 0;
+           });
   });
 }
 

@@ -1,9 +1,18 @@
 #include "parvl/train/checkpointer.h"
 
+#include <absl/strings/match.h>
+#include <absl/strings/str_join.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <filesystem>
+#include <limits>
+#include <map>
 
 #include "parvl/base/file.h"
 #include "parvl/models/checkpoint.h"
@@ -16,6 +25,7 @@ namespace fs = std::filesystem;
 constexpr char kManifest[] = "trainer/manifest.json";
 constexpr char kState[] = "trainer/state.json";
 constexpr char kTensors[] = "trainer/optimizer.safetensors";
+constexpr int64_t kFormat = 1;
 
 // Name and flat-tensor slice of everything that the optimizer carries for each parameter.
 std::vector<std::pair<std::string, at::Tensor>> optimizer_tensors(const Optimizer& optimizer, bool with_master) {
@@ -24,7 +34,9 @@ std::vector<std::pair<std::string, at::Tensor>> optimizer_tensors(const Optimize
     for (size_t i = 0; i < group.params.size(); ++i) {
       const Param& param = *group.params[i];
       const auto add = [&](const char* what, const at::Tensor& flat) {
-        if (flat.defined()) out.emplace_back(param.name + "." + what, flat.narrow(0, group.offsets[i], param.numel()).view(param.shape));
+        if (flat.defined()) {
+          out.emplace_back(param.name + "." + what, flat.narrow(0, group.offsets[i], param.numel()).view(param.shape));
+        }
       };
       add("moment1", group.moment1);
       add("moment2", group.moment2);
@@ -59,12 +71,18 @@ absl::Status save_optimizer(const std::string& path, const Optimizer& optimizer)
 absl::Status load_optimizer(const std::string& path, Optimizer& optimizer) {
   PARVL_ASSIGN_OR_RETURN(auto mapped, MappedFile::open(path));
   PARVL_ASSIGN_OR_RETURN(const auto entries, read_safetensors_header(mapped->bytes(), path));
+  std::map<std::string, const TensorEntry*> by_name;
+  for (const TensorEntry& entry : entries) by_name[entry.name] = &entry;
   for (const auto& [name, tensor] : optimizer_tensors(optimizer, needs_master(optimizer))) {
-    auto entry = std::find_if(entries.begin(), entries.end(), [&, &name = name](const TensorEntry& e) { return e.name == name; });
-    if (entry == entries.end()) return invalid(path, " lacks '", name, "'; the checkpoint is of another optimizer or freeze plan");
-    if (entry->shape != tensor.sizes().vec() || entry->bytes != tensor.nbytes()) return invalid(path, ": '", name, "' has another shape or type");
+    const auto found = by_name.find(name);
+    if (found == by_name.end()) return invalid(path, " lacks '", name, "'; the checkpoint is of another optimizer");
+    const TensorEntry& entry = *found->second;
+    const char* dtype = tensor.scalar_type() == at::kDouble ? "F64" : "F32";
+    if (entry.shape != tensor.sizes().vec() || entry.dtype != dtype) {
+      return invalid(path, ": '", name, "' has another shape or type than this run's");
+    }
     at::Tensor target = tensor;
-    target.copy_(at::from_blob(const_cast<char*>(mapped->bytes().data()) + entry->offset, tensor.sizes(),
+    target.copy_(at::from_blob(const_cast<char*>(mapped->bytes().data()) + entry.offset, tensor.sizes(),
                                at::TensorOptions().dtype(tensor.scalar_type())));
   }
   return absl::OkStatus();
@@ -79,89 +97,182 @@ std::vector<std::string> files_below(const std::string& dir) {
   return out;
 }
 
-absl::StatusOr<std::string> hash_file(const std::string& path) {
-  PARVL_ASSIGN_OR_RETURN(auto mapped, MappedFile::open(path));
-  return sha256_hex(mapped->bytes());
+absl::Status write_manifest(const std::string& dir) {
+  Json files = Json::object();
+  for (const std::string& file : files_below(dir)) {
+    PARVL_ASSIGN_OR_RETURN(files[file], sha256_file(dir + "/" + file));
+  }
+  // Its own hash, so that damage to the list is not taken for damage to a file of the list.
+  const Json manifest = {{"files", files}, {"sha256", sha256_hex(files.dump())}};
+  return write_file_atomically(dir + "/" + kManifest, manifest.dump(2) + "\n");
 }
 
 absl::Status write_all(const std::string& dir, DType dtype, const CheckpointContents& contents) {
   fs::create_directories(dir + "/trainer");
   PARVL_RETURN_IF_ERROR(save_weights(*contents.model, dir, {.dtype = dtype, .copy_from = contents.copy_from}));
   PARVL_RETURN_IF_ERROR(save_optimizer(dir + "/" + kTensors, *contents.optimizer));
-  const Json state = {{"format", 1}, {"step", contents.step}, {"identity", contents.identity}};
+  const Json state = {{"format", kFormat},
+                      {"step", contents.optimizer->steps_done()},
+                      {"updates", contents.optimizer->updates_done()},
+                      {"run", contents.run},
+                      {"identity", contents.identity}};
   PARVL_RETURN_IF_ERROR(write_file_atomically(dir + "/" + kState, state.dump(2) + "\n"));
-  Json manifest = Json::object();
-  for (const std::string& file : files_below(dir)) {
-    PARVL_ASSIGN_OR_RETURN(manifest[file], hash_file(dir + "/" + file));
-  }
-  PARVL_RETURN_IF_ERROR(write_file_atomically(dir + "/" + kManifest, manifest.dump(2) + "\n"));
+  PARVL_RETURN_IF_ERROR(write_manifest(dir));
+  PARVL_RETURN_IF_ERROR(sync_directory(dir + "/trainer"));
   return sync_directory(dir);
 }
 
-absl::Status check_hashes(const std::string& dir) {
-  PARVL_ASSIGN_OR_RETURN(const Json manifest, read_json_file(dir + "/" + kManifest));
-  if (!manifest.is_object() || manifest.empty()) return invalid(dir, "/", kManifest, " is damaged");
-  for (const auto& [file, hash] : manifest.items()) {
-    if (file.find("..") != std::string::npos) return invalid(dir, "/", kManifest, " names a file outside the checkpoint");
-    PARVL_ASSIGN_OR_RETURN(const std::string found, hash_file(dir + "/" + file));
-    if (!hash.is_string() || found != hash.get<std::string>()) {
-      return invalid("checkpoint ", dir, " is damaged: ", file, " does not have the hash it was written with");
-    }
+// Puts `temporary` where `final_dir` is, in one step also when that exists (of a run that was started over).
+absl::Status publish(const std::string& temporary, const std::string& final_dir) {
+  if (::renameat2(AT_FDCWD, temporary.c_str(), AT_FDCWD, final_dir.c_str(), RENAME_NOREPLACE) == 0)
+    return absl::OkStatus();
+  int error = errno;
+  if (error == EEXIST) {
+    if (::renameat2(AT_FDCWD, temporary.c_str(), AT_FDCWD, final_dir.c_str(), RENAME_EXCHANGE) == 0)
+      return absl::OkStatus();
+    error = errno;
   }
-  return absl::OkStatus();
+  if (error == EINVAL || error == ENOSYS) {  // a file system without these: the old one steps aside first
+    const std::string aside = temporary + ".old";
+    if (::rename(final_dir.c_str(), aside.c_str()) != 0 && errno != ENOENT) {
+      return failed("cannot rename ", final_dir, ": ", std::strerror(errno));
+    }
+    if (::rename(temporary.c_str(), final_dir.c_str()) == 0) {
+      fs::remove_all(aside);
+      return absl::OkStatus();
+    }
+    error = errno;
+    ::rename(aside.c_str(), final_dir.c_str());
+  }
+  return failed("cannot rename ", temporary, " to ", final_dir, ": ", std::strerror(error));
+}
+
+bool is_leftover(const std::string& name) {
+  return absl::StartsWith(name, ".step-") && absl::StrContains(name, ".tmp");
+}
+
+// When the checkpoint's run was started; a state that cannot be read counts as the latest, so that it is not passed
+// over.
+int64_t run_of(const std::string& dir) {
+  const auto state = read_json_file(dir + "/" + kState);
+  if (!state.ok()) return std::numeric_limits<int64_t>::max();
+  return json_value<int64_t>(*state, "run", 0).value_or(std::numeric_limits<int64_t>::max());
+}
+
+// "NAME was X, is now Y" for everything in `now` that differs.
+std::string differences(const Json& was, const Json& now) {
+  const auto text = [](const Json& value) { return value.is_string() ? value.get<std::string>() : value.dump(); };
+  std::vector<std::string> out;
+  for (const auto& [key, value] : now.items()) {
+    const std::string before = was.is_object() && was.contains(key) ? text(was[key]) : "not noted";
+    if (before != text(value)) out.push_back(absl::StrCat(key, " was ", before, ", is now ", text(value)));
+  }
+  return absl::StrJoin(out, "; ");
 }
 
 }  // namespace
 
+absl::StatusOr<std::unique_ptr<OutputLock>> OutputLock::take(const std::string& out) {
+  std::error_code error;
+  fs::create_directories(out, error);
+  if (error) return invalid("train.out: cannot make the folder ", out, ": ", error.message());
+  const int descriptor = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return invalid("train.out: cannot open the folder ", out, ": ", std::strerror(errno));
+  std::unique_ptr<OutputLock> lock(new OutputLock(descriptor));
+  if (::access(out.c_str(), W_OK | X_OK) != 0) {
+    return invalid("train.out: cannot write to the folder ", out, ": ", std::strerror(errno));
+  }
+  // Some network file systems have no locks; the run goes on without.
+  if (::flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    return invalid("train.out: another process trains into ", out, "; wait for it or use another folder");
+  }
+  std::vector<fs::path> leftovers;
+  for (const auto& entry : fs::directory_iterator(out, error)) {
+    if (is_leftover(entry.path().filename().string())) leftovers.push_back(entry.path());
+  }
+  for (const fs::path& path : leftovers) fs::remove_all(path, error);
+  return lock;
+}
+
+OutputLock::~OutputLock() { ::close(descriptor_); }
+
+std::string checkpoint_dir(const std::string& out, int64_t step) { return absl::StrCat(out, "/step-", step); }
+
 absl::StatusOr<std::string> save_checkpoint(const std::string& out, DType dtype, const CheckpointContents& contents) {
-  const std::string final_dir = out + "/step-" + std::to_string(contents.step);
-  const std::string temporary = out + "/.step-" + std::to_string(contents.step) + ".tmp";
+  const int64_t step = contents.optimizer->steps_done();
+  const std::string final_dir = checkpoint_dir(out, step);
+  const std::string temporary = absl::StrCat(out, "/.step-", step, ".tmp");
   absl::Status status = catch_exceptions("cannot save the checkpoint " + final_dir, [&]() -> absl::Status {
     fs::remove_all(temporary);
-    return write_all(temporary, dtype, contents);
+    PARVL_RETURN_IF_ERROR(write_all(temporary, dtype, contents));
+    return publish(temporary, final_dir);
   });
-  std::error_code error;
-  if (status.ok()) {
-    fs::remove_all(final_dir, error);  // of a run that was started over
-    fs::rename(temporary, final_dir, error);
-    if (error) status = failed("cannot rename ", temporary, " to ", final_dir, ": ", error.message());
-  }
   if (status.ok()) status = sync_directory(out);
-  if (!status.ok()) {
-    fs::remove_all(temporary, error);
-    return status;
-  }
+  std::error_code error;
+  fs::remove_all(temporary, error);  // after a failure the new one, else the one that was replaced
+  if (!status.ok()) return with_context(status, absl::StrCat("the checkpoint of step ", step, " was not saved"));
   return final_dir;
 }
 
 std::vector<int64_t> list_checkpoints(const std::string& out) {
-  std::vector<int64_t> steps;
+  std::vector<std::pair<int64_t, int64_t>> found;  // run, step
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(out, error)) {
     const std::string name = entry.path().filename().string();
-    if (name.rfind("step-", 0) != 0 || name.size() > 20) continue;
-    if (name.find_first_not_of("0123456789", 5) != std::string::npos || name.size() == 5) continue;
-    steps.push_back(std::stoll(name.substr(5)));
+    if (!absl::StartsWith(name, "step-") || name.size() == 5 || name.size() > 20) continue;
+    if (name.find_first_not_of("0123456789", 5) != std::string::npos || !entry.is_directory(error)) continue;
+    found.emplace_back(run_of(entry.path().string()), std::stoll(name.substr(5)));
   }
-  std::sort(steps.rbegin(), steps.rend());
+  std::sort(found.rbegin(), found.rend());
+  std::vector<int64_t> steps;
+  for (const auto& [run, step] : found) steps.push_back(step);
   return steps;
 }
 
+absl::Status check_checkpoint(const std::string& dir) {
+  const std::string path = dir + "/" + kManifest;
+  const absl::Status damaged = invalid("checkpoint ", dir, " is damaged: ", kManifest, " is not as it was written");
+  const auto manifest = read_json_file(path);
+  if (absl::IsNotFound(manifest.status())) return invalid(dir, " is no whole checkpoint: it lacks ", kManifest);
+  if (!manifest.ok()) return with_context(manifest.status(), absl::StrCat("checkpoint ", dir, " is damaged"));
+  if (!manifest->is_object() || !manifest->contains("files") || !manifest->contains("sha256")) return damaged;
+  const Json& files = (*manifest)["files"];
+  if (!files.is_object() || (*manifest)["sha256"] != sha256_hex(files.dump())) return damaged;
+  for (const char* needed : {kState, kTensors, "config.json"}) {
+    if (!files.contains(needed)) return damaged;
+  }
+  for (const auto& [file, hash] : files.items()) {
+    if (absl::StrContains(file, "..")) return invalid(path, " names a file outside the checkpoint");
+    const auto found = sha256_file(dir + "/" + file);
+    if (absl::IsNotFound(found.status())) return invalid("checkpoint ", dir, " is damaged: ", file, " is missing");
+    if (!found.ok()) return with_context(found.status(), absl::StrCat("checkpoint ", dir, " is damaged"));
+    if (hash != *found)
+      return invalid("checkpoint ", dir, " is damaged: ", file, " does not have the hash it was written with");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<int64_t> load_checkpoint(const std::string& dir, const ResumeTarget& target) {
-  PARVL_RETURN_IF_ERROR(check_hashes(dir));
+  PARVL_RETURN_IF_ERROR(check_checkpoint(dir));
   PARVL_ASSIGN_OR_RETURN(const Json state, read_json_file(dir + "/" + kState));
-  PARVL_ASSIGN_OR_RETURN(const std::string identity, json_value<std::string>(state, "identity", ""));
-  if (identity != target.identity) {
-    return invalid("checkpoint ", dir, " belongs to another run: it was made with ", identity, ", this one has ", target.identity,
-                   "; use another train.out, or train.resume=never");
+  PARVL_ASSIGN_OR_RETURN(const int64_t format, json_value<int64_t>(state, "format", 0));
+  if (format != kFormat)
+    return invalid(dir, "/", kState, " has the format ", format, "; this program reads format ", kFormat);
+  const Json identity = state.value("identity", Json());
+  const std::string differs = differences(identity, target.identity);
+  if (!differs.empty()) {
+    return invalid("checkpoint ", dir, " belongs to another run: ", differs,
+                   "; put the recipe back, use another train.out, or set train.resume to never");
   }
   PARVL_ASSIGN_OR_RETURN(const int64_t step, json_value<int64_t>(state, "step", -1));
-  if (step < 0) return invalid(dir, "/", kState, " has no step");
+  PARVL_ASSIGN_OR_RETURN(const int64_t updates, json_value<int64_t>(state, "updates", -1));
+  PARVL_ASSIGN_OR_RETURN(const int64_t run, json_value<int64_t>(state, "run", 0));
+  if (step < 0 || updates < 0 || updates > step) return invalid(dir, "/", kState, " has no sound 'step' and 'updates'");
   PARVL_RETURN_IF_ERROR(load_weights(*target.model, dir));
   PARVL_RETURN_IF_ERROR(load_optimizer(dir + "/" + kTensors, *target.optimizer));
   target.optimizer->refresh_values();
-  target.optimizer->set_steps_done(step);
-  return step;
+  target.optimizer->set_progress(step, updates);
+  return run;
 }
 
 }  // namespace parvl

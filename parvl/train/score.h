@@ -13,15 +13,16 @@ struct ScoreOptions {
   int64_t max_length = 0;
   int64_t limit = 0;  // samples; 0: all
   std::function<void()> on_batch;
+  std::function<bool()> stop_requested;  // asked after every batch; true: leave with Cancelled
 };
 
 struct Score {
   double loss = 0;      // mean cross-entropy over assistant tokens
-  double accuracy = 0;  // share of samples whose every assistant token is the most likely one
-  int64_t samples = 0;
+  double accuracy = 0;  // share of the samples with assistant tokens in which every one of these is the most likely one
+  int64_t samples = 0;  // that have assistant tokens
 };
 
-absl::StatusOr<Score> score_dataset(const Model& model, const PromptBuilder& prompts, const Dataset& data, at::Device device,
-                                    const ScoreOptions& options);
+absl::StatusOr<Score> score_dataset(const Model& model, const PromptBuilder& prompts, const Dataset& data,
+                                    at::Device device, const ScoreOptions& options);
 
 }  // namespace parvl

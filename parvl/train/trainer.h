@@ -6,13 +6,16 @@
 #include <string>
 
 #include "parvl/base/clock.h"
+#include "parvl/base/json.h"
 #include "parvl/models/packing.h"
-#include "parvl/nn/param.h"
+#include "parvl/train/checkpointer.h"
 #include "parvl/train/data.h"
 #include "parvl/train/optimizer.h"
 #include "parvl/train/recipe.h"
 
 namespace parvl {
+
+class RunOutput;
 
 struct StepResult {
   double loss = 0;       // mean cross-entropy over the assistant tokens of the global batch; 0 when there are none
@@ -24,12 +27,15 @@ struct StepResult {
 
 // What the trainer needs from outside; borrowed, must outlive the run.
 struct TrainerEnvironment {
-  const Clock* clock = nullptr;
-  std::string base_dir;                      // of relative data paths: the recipe's folder
-  std::function<bool()> stop_requested;      // asked after every step; true: save and leave
-  std::function<void(std::string_view)> write;  // progress text
+  const Clock* clock = nullptr;                 // thread-safe
+  std::string base_dir;                         // of relative data paths: the recipe's folder
+  std::function<bool()> stop_requested;         // asked after every step; true: save and leave
+  std::function<void(std::string_view)> write;  // progress text; may come from another thread
+  std::function<void(const Json&)>
+      record;  // an object an event (step, saved, eval, resumed), for machines; may be empty
   bool terminal = false;
   int columns = 80;
+  int loader_threads = 0;  // that decode images; 0: half of the cores. Changes no result
 };
 
 // A batch's sequences as the model reads them. Borrows the prompts' pixels.
@@ -41,9 +47,14 @@ class Trainer {
   static absl::StatusOr<std::unique_ptr<Trainer>> create(const Recipe& recipe, TrainerEnvironment environment);
   ~Trainer();
 
-  // To the last step, or until stop_requested. The last step done is always saved, also when stopped. A loss or gradient
-  // that is not finite ends the run before it reaches the weights.
+  // To the last step, or until stop_requested. The last step done is always saved, also when stopped or when a later
+  // sample cannot be read. A loss or gradient that is not finite ends the run before it reaches the weights.
   absl::Status run();
+
+  // One optimizer step on one global batch; what `run` repeats. A batch without targets only counts.
+  absl::StatusOr<StepResult> train_step(const GlobalBatch& batch);
+  const Model& model() const { return *model_; }
+  const Optimizer& optimizer() const { return *optimizer_; }
 
  private:
   Trainer(const Recipe& recipe, TrainerEnvironment environment);
@@ -51,23 +62,28 @@ class Trainer {
   absl::Status load_model_and_data();
   absl::Status resume();
   absl::Status train_loop();
-  absl::StatusOr<StepResult> train_step(const GlobalBatch& batch);
+  absl::StatusOr<StepResult> next_step(BatchLoader& loader);
   absl::Status after_step(const StepResult& result, double seconds);
   absl::Status save();
   absl::Status evaluate();
-  std::string identity() const;
+  bool stopping() const { return env_.stop_requested && env_.stop_requested(); }
 
   Recipe recipe_;
   TrainerEnvironment env_;
   DType dtype_ = DType::kFloat32;
   at::Device device_ = at::kCPU;
+  std::unique_ptr<OutputLock> lock_;
+  std::unique_ptr<RunOutput> output_;
   std::shared_ptr<const PromptBuilder> prompts_;
   std::shared_ptr<const Dataset> train_set_, eval_set_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Optimizer> optimizer_;
-  struct Output;  // progress and event file
-  std::unique_ptr<Output> output_;
-  int64_t saved_step_ = -1;
+  Json identity_;
+  int64_t run_ = 0;          // see CheckpointContents
+  int64_t saved_step_ = -1;  // the newest step that a checkpoint of this run holds
+  // Sums since the last logged step.
+  double interval_seconds_ = 0, interval_flops_ = 0;
+  int64_t interval_tokens_ = 0;
 };
 
 }  // namespace parvl

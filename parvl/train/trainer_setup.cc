@@ -1,0 +1,196 @@
+// How a run starts: the folder, the model and data, and where an earlier run of the same recipe stopped.
+#include <ATen/ATen.h>
+
+#include <filesystem>
+
+#include "parvl/base/file.h"
+#include "parvl/models/checkpoint.h"
+#include "parvl/nn/device.h"
+#include "parvl/train/trainer.h"
+#include "parvl/train/trainer_output.h"
+
+namespace parvl {
+namespace {
+
+constexpr char kStartingWeights[] = "starting weights";
+
+std::string short_hash(std::string_view text) { return sha256_hex(text).substr(0, 16); }
+
+// The configuration without what says nothing about the model.
+std::string config_hash(Json config) {
+  for (const char* key : {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}) {
+    config.erase(key);
+    for (const char* part : {"text_config", "vision_config"}) {
+      if (config.contains(part) && config[part].is_object()) config[part].erase(key);
+    }
+  }
+  return short_hash(config.dump());
+}
+
+// Over what is learned from each sample, in order; not where the files lie, so that a moved folder stays the same data.
+std::string data_hash(const Dataset& data) {
+  std::string hash;
+  for (int64_t i = 0; i < data.size(); ++i) {
+    const RawSample& sample = data.sample(i);
+    for (const Message& message : sample.messages) {
+      absl::StrAppend(&hash, "|", message.role.size(), ":", message.role);
+      for (const ContentPart& part : message.content) {
+        absl::StrAppend(&hash, "|", part.image_index, ":", part.text.size(), ":", part.text);
+      }
+    }
+    for (const std::string& path : sample.image_paths) {
+      absl::StrAppend(&hash, "|", std::filesystem::path(path).filename().string());
+    }
+    hash = sha256_hex(hash);
+  }
+  return hash.substr(0, 16);
+}
+
+// Over the bits of all weights, whatever the order of summation.
+std::string weights_hash(const ParamTable& params) {
+  std::string text;
+  for (const Param* param : params.owned()) {
+    const int64_t bytes = static_cast<int64_t>(param->master.element_size());
+    const at::ScalarType bits = bytes == 8 ? at::kLong : bytes == 4 ? at::kInt : at::kShort;
+    absl::StrAppend(&text, param->name, "=", param->master.view(bits).sum(at::kLong).item<int64_t>(), "\n");
+  }
+  return short_hash(text);
+}
+
+std::string files_hash(const std::string& dir) {
+  std::string text;
+  for (const char* name :
+       {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"}) {
+    const auto content = read_file(dir + "/" + name);
+    absl::StrAppend(&text, name, "=", content.ok() ? sha256_hex(*content) : "none", "\n");
+  }
+  return short_hash(text);
+}
+
+// What a run is: a checkpoint of another one is not continued. Learning rates, schedule, length and micro batch may
+// change.
+Json identity_of(const Recipe& recipe, const Model& model, const Dataset& data) {
+  int64_t count = 0, trained = 0;
+  std::string trained_names;
+  for (const Param* param : model.params().owned()) {
+    count += param->numel();
+    if (!param->trainable()) continue;
+    trained += param->numel();
+    absl::StrAppend(&trained_names, param->name, "\n");
+  }
+  const std::string momentum = recipe.optim.momentum != 0 ? " with momentum" : "";
+  return {{"model", absl::StrCat(model.spec().model_type, " of ", count, " parameters, configuration ",
+                                 config_hash(model.spec().config))},
+          {kStartingWeights, weights_hash(model.params())},
+          {"tokenizer and processor files", files_hash(recipe.model.empty() ? recipe.tokenizer : recipe.model)},
+          {"train.dtype", recipe.train.dtype},
+          {"train.freeze", absl::StrCat(trained, " parameters train, names ", short_hash(trained_names))},
+          {"optim.name", recipe.optim.name + momentum},
+          {"data.train", absl::StrCat(data.size(), " samples, content ", data_hash(data))},
+          {"data.global_batch", recipe.data.global_batch},
+          {"data.shuffle_seed", recipe.data.shuffle_seed},
+          {"data.augment", recipe.data.augment}};
+}
+
+// What to do instead of going on from steps[0], which is damaged or another run's.
+std::string way_out(const std::string& out, const std::vector<int64_t>& steps) {
+  if (check_checkpoint(checkpoint_dir(out, steps[0])).ok()) return "";  // the message says it
+  for (size_t i = 1; i < steps.size(); ++i) {
+    const std::string dir = checkpoint_dir(out, steps[i]);
+    if (check_checkpoint(dir).ok())
+      return absl::StrCat("; ", dir, " is whole: set train.resume to it, or remove the damaged one");
+  }
+  return "; no other checkpoint there is whole: set train.resume to never to start over";
+}
+
+}  // namespace
+
+Trainer::Trainer(const Recipe& recipe, TrainerEnvironment environment)
+    : recipe_(recipe), env_(std::move(environment)) {}
+Trainer::~Trainer() = default;
+
+absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(const Recipe& recipe, TrainerEnvironment environment) {
+  std::unique_ptr<Trainer> trainer(new Trainer(recipe, std::move(environment)));
+  PARVL_RETURN_IF_ERROR(catch_exceptions("cannot start training", [&] { return trainer->set_up(); }));
+  return trainer;
+}
+
+absl::Status Trainer::set_up() {
+  PARVL_ASSIGN_OR_RETURN(lock_, OutputLock::take(recipe_.train.out));
+  PARVL_ASSIGN_OR_RETURN(dtype_, parse_dtype(recipe_.train.dtype));
+  PARVL_ASSIGN_OR_RETURN(device_, select_device(recipe_.train.device));
+  output_ = std::make_unique<RunOutput>(*env_.clock, recipe_.train,
+                                        RunOutputOptions{env_.write, env_.record, env_.terminal, env_.columns});
+  run_ = env_.clock->wall_ns();
+  PARVL_RETURN_IF_ERROR(load_model_and_data());
+  PARVL_RETURN_IF_ERROR(resume());
+  const int64_t done = optimizer_->steps_done();
+  if (done > recipe_.train.steps) {
+    return invalid("train.steps is ", recipe_.train.steps, ", but the resumed checkpoint already has ", done,
+                   " steps; raise train.steps, use another train.out, or set train.resume to never");
+  }
+  return output_->begin(done);
+}
+
+absl::Status Trainer::load_model_and_data() {
+  const bool from_directory = !recipe_.model.empty();
+  const std::string text_dir = from_directory ? recipe_.model : recipe_.tokenizer;
+  output_->working("reading the data");
+  ModelSpec spec;
+  if (from_directory) {
+    PARVL_ASSIGN_OR_RETURN(spec, load_model_spec(recipe_.model));
+  } else {
+    PARVL_ASSIGN_OR_RETURN(const Json config, read_json_file(recipe_.config));
+    PARVL_ASSIGN_OR_RETURN(spec, parse_model_spec(config, recipe_.config));
+  }
+  PARVL_ASSIGN_OR_RETURN(prompts_, PromptBuilder::load(text_dir));
+  if (prompts_->tokenizer().vocab_size() > spec.backbone.vocab) {
+    return invalid(text_dir, ": the tokenizer has ", prompts_->tokenizer().vocab_size(),
+                   " ids, the model's vocabulary only ", spec.backbone.vocab);
+  }
+  if (recipe_.data.max_length <= 0) recipe_.data.max_length = spec.backbone.max_positions;
+  PARVL_ASSIGN_OR_RETURN(train_set_, Dataset::load(recipe_.data.train, env_.base_dir));
+  if (!recipe_.data.eval.empty()) {
+    PARVL_ASSIGN_OR_RETURN(eval_set_, Dataset::load(recipe_.data.eval, env_.base_dir));
+  }
+  output_->working("loading the model");
+  model_ = Model::create(spec);
+  PARVL_ASSIGN_OR_RETURN(optimizer_, Optimizer::create(model_->params(), recipe_, dtype_, device_));
+  if (from_directory) {
+    PARVL_RETURN_IF_ERROR(load_weights(*model_, recipe_.model));
+  } else {
+    model_->params().initialise(recipe_.seed, spec.init_std);
+    optimizer_->refresh_values();
+  }
+  identity_ = identity_of(recipe_, *model_, *train_set_);
+  return absl::OkStatus();
+}
+
+absl::Status Trainer::resume() {
+  const std::string& how = recipe_.train.resume;
+  if (how == "never") return absl::OkStatus();
+  output_->working("resuming");
+  std::string from = how;
+  if (how == "auto" || how == "must") {
+    const auto steps = list_checkpoints(recipe_.train.out);
+    if (steps.empty() && how == "auto") return absl::OkStatus();
+    if (steps.empty()) return invalid("train.resume is must, but ", recipe_.train.out, " holds no checkpoint");
+    from = checkpoint_dir(recipe_.train.out, steps[0]);
+    const auto run = load_checkpoint(from, {model_.get(), optimizer_.get(), identity_});
+    if (!run.ok())
+      return absl::InvalidArgumentError(absl::StrCat(run.status().message(), way_out(recipe_.train.out, steps)));
+    run_ = *run;
+    saved_step_ = optimizer_->steps_done();
+  } else {
+    // A branch of that checkpoint's run, with steps of its own from there on; where that run once started does not
+    // matter.
+    Json identity = identity_;
+    identity.erase(kStartingWeights);
+    PARVL_RETURN_IF_ERROR(load_checkpoint(from, {model_.get(), optimizer_.get(), identity}).status());
+  }
+  output_->line(absl::StrCat("resumed from ", from, " after step ", optimizer_->steps_done()));
+  output_->record({{"event", "resumed"}, {"step", optimizer_->steps_done()}, {"path", from}});
+  return absl::OkStatus();
+}
+
+}  // namespace parvl
