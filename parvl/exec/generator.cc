@@ -179,8 +179,9 @@ absl::StatusOr<std::unique_ptr<Generator>> load_generator(const std::string& dir
   if (options.max_model_len > 0) max_len = options.max_model_len;
   PARVL_ASSIGN_OR_RETURN(auto prompts, PromptBuilder::load(dir));
   PARVL_ASSIGN_OR_RETURN(GenerationDefaults defaults, read_defaults(dir, spec));
-  PARVL_ASSIGN_OR_RETURN(const at::Device device, select_device(options.device));
   auto model = Model::create(spec);
+  PARVL_RETURN_IF_ERROR(match_weights(*model, dir).status());  // before a damaged configuration asks for absurd memory
+  PARVL_ASSIGN_OR_RETURN(const at::Device device, select_device(options.device));
   model->params().allocate(to_scalar_type(dtype), device);
   PARVL_RETURN_IF_ERROR(load_weights(*model, dir));
   return std::make_unique<TorchGenerator>(std::move(prompts), std::move(model), std::move(defaults), device, max_len);

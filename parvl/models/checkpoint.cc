@@ -2,78 +2,43 @@
 
 #include <unistd.h>
 
-#include <filesystem>
-#include <map>
 #include <set>
 
 #include "parvl/base/file.h"
 #include "parvl/base/text.h"
-#include "parvl/models/safetensors.h"
 
 namespace parvl {
 namespace {
 
-namespace fs = std::filesystem;
-
 bool exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0; }
-
-// The files of a directory's weights in reading order.
-absl::StatusOr<std::vector<std::string>> weight_files(const std::string& dir) {
-  if (exists(dir + "/model.safetensors")) return std::vector<std::string>{"model.safetensors"};
-  const std::string index = dir + "/model.safetensors.index.json";
-  if (!exists(index)) {
-    for (const char* name : {"pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt"}) {
-      if (exists(dir + "/" + name)) {
-        return invalid(dir, " holds its weights in ", name, ", a format that can carry code and is not loaded; convert it to safetensors");
-      }
-    }
-    return invalid(dir, " has neither model.safetensors nor model.safetensors.index.json");
-  }
-  PARVL_ASSIGN_OR_RETURN(Json json, read_json_file(index));
-  if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object()) {
-    return invalid(index, ": 'weight_map' is missing");
-  }
-  std::set<std::string> files;
-  for (const auto& [tensor, file] : json["weight_map"].items()) {
-    if (!file.is_string()) return invalid(index, ": the file of ", excerpt(tensor), " is not a string");
-    const std::string name = file.get<std::string>();
-    if (name.find('/') != std::string::npos || name.empty() || name[0] == '.') {
-      return invalid(index, ": ", excerpt(name), " is not a plain file name");
-    }
-    files.insert(name);
-  }
-  return std::vector<std::string>(files.begin(), files.end());
-}
 
 at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const TensorEntry& entry, at::ScalarType type) {
   void* data = const_cast<char*>(file->bytes().data()) + entry.offset;
   return at::from_blob(data, entry.shape, [file](void*) {}, at::TensorOptions().dtype(type));
 }
 
-struct Source {
-  std::shared_ptr<MappedFile> file;
-  TensorEntry entry;
-};
+std::string shape_text(const std::vector<int64_t>& sizes) {
+  if (sizes.empty()) return "(a single number)";
+  std::string out;
+  for (int64_t size : sizes) absl::StrAppend(&out, out.empty() ? "" : "×", size);
+  return out;
+}
 
-absl::Status fill(Param& param, const Source& source, const std::string& where) {
-  auto dtype = parse_safetensors_dtype(source.entry.dtype);
-  if (!dtype.ok()) return with_context(dtype.status(), absl::StrCat(where, ": tensor ", excerpt(source.entry.name, 200)));
+absl::Status check_fits(const Param& param, const TensorEntry& entry) {
+  auto dtype = parse_safetensors_dtype(entry.dtype);
+  if (!dtype.ok()) return with_context(dtype.status(), absl::StrCat("tensor ", excerpt(entry.name, 200)));
   const auto& shape = param.checkpoint_shape.empty() ? param.shape : param.checkpoint_shape;
-  if (source.entry.shape != shape) {
-    const auto text = [](const std::vector<int64_t>& sizes) {
-      std::string out;
-      for (int64_t size : sizes) absl::StrAppend(&out, out.empty() ? "" : "×", size);
-      return out;
-    };
-    return invalid(where, ": tensor ", excerpt(source.entry.name, 200), " has shape ", text(source.entry.shape), ", the configuration says ",
-                   text(shape));
-  }
-  const at::Tensor mapped = map_tensor(source.file, source.entry, to_scalar_type(*dtype)).view(param.shape);
+  if (entry.shape == shape) return absl::OkStatus();
+  return invalid("tensor ", excerpt(entry.name, 200), " has shape ", shape_text(entry.shape), ", the configuration says ", shape_text(shape));
+}
+
+void fill(Param& param, const StoredTensor& stored) {
+  const at::ScalarType type = to_scalar_type(*parse_safetensors_dtype(stored.entry.dtype));
+  const at::Tensor mapped = map_tensor(stored.file, stored.entry, type).view(param.shape);
   at::NoGradGuard no_grad;
   param.master.copy_(mapped);
   if (!param.master.is_same(param.value)) param.value.copy_(param.master);
-  source.file->drop(source.entry.offset, source.entry.bytes);  // it is copied, so it need not stay in memory twice
-  return absl::OkStatus();
+  stored.file->drop(stored.entry.offset, stored.entry.bytes);  // it is copied, so it need not stay in memory twice
 }
 
 // Tensors that checkpoints of these families may hold beside the parameters: buffers that are computed.
@@ -109,36 +74,38 @@ absl::Status copy_companions(const std::string& from, const std::string& to) {
 
 }  // namespace
 
-absl::Status load_weights(Model& model, const std::string& dir) {
-  PARVL_ASSIGN_OR_RETURN(const std::vector<std::string> files, weight_files(dir));
-  std::map<std::string, Source> sources;
-  for (const std::string& name : files) {
-    const std::string path = dir + "/" + name;
-    PARVL_ASSIGN_OR_RETURN(auto mapped, MappedFile::open(path));
-    PARVL_ASSIGN_OR_RETURN(auto entries, read_safetensors_header(mapped->bytes(), path));
-    for (TensorEntry& entry : entries) {
-      if (sources.count(entry.name)) return invalid(path, ": tensor ", excerpt(entry.name, 200), " also stands in another file of the directory");
-      std::string key = entry.name;
-      sources[key] = {mapped, std::move(entry)};
-    }
-  }
+absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, const std::string& dir) {
+  PARVL_ASSIGN_OR_RETURN(auto stored, open_weight_files(dir));
   std::set<std::string> used;
+  std::vector<StoredTensor> out;
   for (const auto& param : model.params().all()) {
     std::string found;
     for (const std::string& name : model.checkpoint_names(*param)) {
-      if (sources.count(name)) found = name;
+      if (stored.count(name)) found = name;
     }
     if (!found.empty()) used.insert(found);
-    if (param->tied_to != nullptr) continue;  // written by some tools although the configuration ties it
+    if (param->tied_to != nullptr) {  // written by some tools although the configuration ties it
+      out.emplace_back();
+      continue;
+    }
     if (found.empty()) {
       return invalid(dir, " lacks the tensor '", model.checkpoint_names(*param)[0], "' (", param->name, ")");
     }
-    PARVL_RETURN_IF_ERROR(fill(*param, sources[found], dir));
+    PARVL_RETURN_IF_ERROR(with_context(check_fits(*param, stored[found].entry), dir));
+    out.push_back(stored[found]);
   }
-  for (const auto& [name, source] : sources) {
-    if (!used.count(name) && !is_known_buffer(name)) {
-      return invalid(dir, " holds a tensor ", excerpt(name, 200), " that a ", model.spec().model_type, " model has no place for");
-    }
+  for (const auto& [name, tensor] : stored) {
+    if (used.count(name) || is_known_buffer(name)) continue;
+    return invalid(dir, " holds a tensor ", excerpt(name, 200), " that a ", model.spec().model_type, " model has no place for");
+  }
+  return out;
+}
+
+absl::Status load_weights(Model& model, const std::string& dir) {
+  PARVL_ASSIGN_OR_RETURN(const std::vector<StoredTensor> stored, match_weights(model, dir));
+  const auto& params = model.params().all();
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (params[i]->tied_to == nullptr) fill(*params[i], stored[i]);
   }
   model.params().link_tied();
   return absl::OkStatus();

@@ -2,14 +2,19 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "parvl/models/model.h"
+#include "parvl/models/weight_files.h"
 
 namespace parvl {
 
-// Fills the model's allocated parameters (value, and master where that is its own tensor) from DIR, converting dtypes. A
-// parameter that is missing, has another shape, or a tensor that no parameter takes, is an error naming it. Formats that can
-// carry code (pytorch_model.bin, *.pt) are refused by name.
+// Where each parameter of `model.params().all()`, in that order, is stored in DIR (a tied one: an entry without a file), by the
+// files' headers alone: nothing has to be allocated. A parameter that is missing, has another shape or an unknown type, or a
+// tensor that no parameter takes, is an error naming it.
+absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, const std::string& dir);
+
+// Fills the model's allocated parameters (value, and master where that is its own tensor) from DIR, converting dtypes.
 absl::Status load_weights(Model& model, const std::string& dir);
 
 struct SaveOptions {

@@ -22,6 +22,29 @@ uint64_t value_bytes(const std::string& dtype) {
   return 0;
 }
 
+// Names in an object's text, which a parsed object holds once each.
+size_t count_names(std::string_view text) {
+  size_t names = 0;
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (in_string) {
+      i += c == '\\';
+      in_string = c != '"';
+    } else if (c == '"') {
+      in_string = true;
+    } else if (c == '{' || c == '[') {
+      ++depth;
+    } else if (c == '}' || c == ']') {
+      --depth;
+    } else if (c == ':' && depth == 1) {
+      ++names;
+    }
+  }
+  return names;
+}
+
 absl::StatusOr<TensorEntry> parse_entry(const std::string& name, const Json& value, uint64_t data_bytes) {
   const auto bad = [&](const std::string& why) { return invalid("tensor ", excerpt(name, 200), " ", why); };
   TensorEntry entry;
@@ -63,6 +86,7 @@ absl::StatusOr<std::vector<TensorEntry>> read_safetensors_header(std::string_vie
   auto header = parse_json(file.substr(8, length), name + " header", {.max_bytes = kMaxHeader, .max_depth = 8});
   if (!header.ok()) return header.status();
   if (!header->is_object()) return invalid(name, ": the header is not a JSON object");
+  if (count_names(file.substr(8, length)) != header->size()) return invalid(name, ": its header has a tensor's name twice");
   const uint64_t data_begin = 8 + length;
   std::vector<TensorEntry> out;
   for (const auto& [key, value] : header->items()) {
