@@ -3,11 +3,14 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
 
 #include "commands.h"
+#include "parvl/base/env.h"
 #include "parvl/base/signal.h"
+#include "parvl/base/text.h"
 #include "parvl/train/trainer.h"
 
 namespace parvl {
@@ -17,23 +20,38 @@ struct TrainOptions {
   std::string config;
   std::vector<std::string> overrides;
   bool dry_run = false;
+  bool json = false;
 };
+
+void print(FILE* stream, std::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stream);
+  std::fflush(stream);
+}
 
 absl::Status run_train(const TrainOptions& options, const Context& context) {
   PARVL_ASSIGN_OR_RETURN(const Recipe recipe, load_recipe(options.config, options.overrides));
   if (options.dry_run) return not_available_yet("train --dry-run (it comes with parallel training)");
+  // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
+  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  const std::string world = get_env("WORLD_SIZE", "1");
+  if (world != "1") {
+    return invalid("WORLD_SIZE is ", excerpt(world),
+                   ", but the recipe's layout has 1 rank; start one process (training on ",
+                   "several ranks is not available yet)");
+  }
   StopSignal signal;
   TrainerEnvironment environment;
   environment.clock = &context.clock;
   environment.base_dir = std::filesystem::absolute(options.config).parent_path().string();
   environment.stop_requested = [&signal] { return signal.requested(); };
-  environment.write = [](std::string_view text) {
-    std::fwrite(text.data(), 1, text.size(), stdout);
-    std::fflush(stdout);
-  };
+  FILE* const text = options.json ? stderr : stdout;
+  environment.write = [text](std::string_view progress) { print(text, progress); };
+  // Every number with all its digits: a reader can compare two runs to the bit.
+  if (options.json) environment.record = [](const Json& event) { print(stdout, event.dump() + "\n"); };
   winsize size{};
-  environment.terminal = isatty(STDOUT_FILENO) != 0;
-  if (environment.terminal && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) environment.columns = size.ws_col;
+  environment.terminal = isatty(fileno(text)) != 0;
+  if (environment.terminal && ioctl(fileno(text), TIOCGWINSZ, &size) == 0 && size.ws_col > 0)
+    environment.columns = size.ws_col;
   PARVL_ASSIGN_OR_RETURN(auto trainer, Trainer::create(recipe, environment));
   return trainer->run();
 }
@@ -46,6 +64,8 @@ void add_train_command(CLI::App& app, Context& context) {
   command->add_option("--config", options->config, "recipe.yaml")->required();
   command->add_option("--set", options->overrides, "key=value over the recipe, e.g. train.steps=100; may be repeated");
   command->add_flag("--dry-run", options->dry_run, "Print the rank table, bytes a rank and messages; load nothing");
+  command->add_flag("--json", options->json,
+                    "One JSON object a line on standard output for each logged step, save and evaluation");
   run_with(*command, context, [options, &context] { return run_train(*options, context); });
 }
 

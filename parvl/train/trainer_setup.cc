@@ -61,8 +61,7 @@ std::string files_hash(const std::string& dir) {
   std::string text;
   for (const char* name :
        {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"}) {
-    const auto content = read_file(dir + "/" + name);
-    absl::StrAppend(&text, name, "=", content.ok() ? sha256_hex(*content) : "none", "\n");
+    absl::StrAppend(&text, name, "=", sha256_file(dir + "/" + name).value_or("none"), "\n");
   }
   return short_hash(text);
 }
@@ -119,6 +118,7 @@ absl::Status Trainer::set_up() {
   PARVL_ASSIGN_OR_RETURN(lock_, OutputLock::take(recipe_.train.out));
   PARVL_ASSIGN_OR_RETURN(dtype_, parse_dtype(recipe_.train.dtype));
   PARVL_ASSIGN_OR_RETURN(device_, select_device(recipe_.train.device));
+  use_deterministic_kernels(device_);
   output_ = std::make_unique<RunOutput>(*env_.clock, recipe_.train,
                                         RunOutputOptions{env_.write, env_.record, env_.terminal, env_.columns});
   run_ = env_.clock->wall_ns();

@@ -19,7 +19,6 @@ INCLUDE_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parvl/serve/", "parvl/exec/generator.h"): _ENGINE,
     ("parvl/serve/", "parvl/exec/sampler.h"): _ENGINE,
     ("parvl/serve/", "parvl/exec/sampling.h"): _ENGINE,
-    ("parvl/train/optimizer.h", "torch's headers"): "holds the moments as tensors",
 }
 
 TEXT_SUFFIXES = {".cc", ".cu", ".h", ".py", ".sh", ".txt", ".cmake", ".md", ".yaml", ".yml", ".inc"}
