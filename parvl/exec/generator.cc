@@ -1,6 +1,7 @@
 #include "parvl/exec/generator.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "parvl/base/clock.h"
 #include "parvl/base/file.h"
@@ -33,30 +34,55 @@ absl::StatusOr<GenerationDefaults> read_defaults(const std::string& dir, const M
     PARVL_ASSIGN_OR_RETURN(s.top_p, json_value<double>(*config, "top_p", s.top_p));
     PARVL_ASSIGN_OR_RETURN(s.top_k, json_value<int64_t>(*config, "top_k", s.top_k));
     PARVL_ASSIGN_OR_RETURN(s.min_p, json_value<double>(*config, "min_p", s.min_p));
-    PARVL_ASSIGN_OR_RETURN(s.repetition_penalty, json_value<double>(*config, "repetition_penalty", s.repetition_penalty));
+    PARVL_ASSIGN_OR_RETURN(s.repetition_penalty,
+                           json_value<double>(*config, "repetition_penalty", s.repetition_penalty));
     PARVL_ASSIGN_OR_RETURN(const bool sample, json_value<bool>(*config, "do_sample", true));
     if (!sample) s.temperature = 0;
     return absl::OkStatus();
   }();
   PARVL_RETURN_IF_ERROR(with_context(status, dir + "/generation_config.json"));
-  const Json eos = config->value("eos_token_id", Json());
-  if (eos.is_number_integer()) {
-    out.end_tokens = {eos.get<TokenId>()};
-  } else if (eos.is_array()) {
-    out.end_tokens.clear();
-    for (const Json& id : eos) {
-      if (!id.is_number_integer()) return invalid(dir, "/generation_config.json: 'eos_token_id' must hold whole numbers");
-      out.end_tokens.push_back(id.get<TokenId>());
+  const absl::Status sampling = validate_sampling(s, spec.backbone.vocab);
+  if (!sampling.ok()) return with_context(sampling, dir + "/generation_config.json");
+  if (!config->contains("eos_token_id") || (*config)["eos_token_id"].is_null()) return out;
+  const Json& eos = (*config)["eos_token_id"];
+  out.end_tokens.clear();
+  for (const Json& id : eos.is_array() ? eos : Json::array({eos})) {
+    if (!id.is_number_integer() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
+      return invalid(dir, "/generation_config.json: 'eos_token_id' must be a token id or a list of them");
     }
+    out.end_tokens.push_back(id.get<TokenId>());
   }
   return out;
 }
 
+// The patches that the processor makes must be those that the vision encoder takes.
+absl::Status check_processor(const std::string& dir, const PromptBuilder& prompts, const ModelSpec& spec) {
+  if (!prompts.has_images()) return absl::OkStatus();
+  if (!spec.vision) {
+    return invalid(dir,
+                   " has a preprocessor_config.json, but its config.json describes a text-only model; remove the file "
+                   "that is wrong");
+  }
+  const ImageProcessorConfig& images = prompts.image_processor().config();
+  const auto check = [&](const char* key, int64_t processor, int64_t model) {
+    if (processor == model) return absl::OkStatus();
+    return invalid(dir, ": '", key, "' is ", processor, " in preprocessor_config.json and ", model, " in config.json");
+  };
+  PARVL_RETURN_IF_ERROR(check("patch_size", images.patch_size, spec.vision->patch));
+  PARVL_RETURN_IF_ERROR(check("temporal_patch_size", images.temporal_patch_size, spec.vision->temporal_patch));
+  PARVL_RETURN_IF_ERROR(check("merge_size", images.merge_size, spec.vision->merge));
+  return check("in_channels", 3, spec.vision->in_channels);
+}
+
 class TorchGenerator : public Generator {
  public:
-  TorchGenerator(std::shared_ptr<const PromptBuilder> prompts, std::unique_ptr<Model> model, GenerationDefaults defaults, at::Device device,
-                 int64_t max_model_len)
-      : prompts_(std::move(prompts)), model_(std::move(model)), defaults_(std::move(defaults)), device_(device), max_len_(max_model_len) {}
+  TorchGenerator(std::shared_ptr<const PromptBuilder> prompts, std::unique_ptr<Model> model,
+                 GenerationDefaults defaults, at::Device device, int64_t max_model_len)
+      : prompts_(std::move(prompts)),
+        model_(std::move(model)),
+        defaults_(std::move(defaults)),
+        device_(device),
+        max_len_(max_model_len) {}
 
   const PromptBuilder& prompts() const override { return *prompts_; }
   int64_t max_model_len() const override { return max_len_; }
@@ -72,17 +98,19 @@ class TorchGenerator : public Generator {
                      " for prompt and answer together, so at most ", max_len_ - 1, " may be prompt");
     }
     for (TokenId id : prompt.ids) {
-      if (id < 0 || id >= model_->spec().backbone.vocab) return invalid("the prompt holds the token id ", id, ", outside the vocabulary");
+      if (id < 0 || id >= model_->spec().backbone.vocab)
+        return invalid("the prompt holds the token id ", id, ", outside the vocabulary");
     }
     GenerateResult result;
-    const absl::Status status = catch_exceptions("generation failed", [&] { return run(prompt, sampling, on_token, result); });
+    const absl::Status status =
+        catch_exceptions("generation failed", [&] { return run(prompt, sampling, on_token, result); });
     if (!status.ok()) return status;
     return result;
   }
 
  private:
-  absl::Status run(const Prompt& prompt, SamplingParams sampling, const std::function<bool(const TokenEvent&)>& on_token,
-                   GenerateResult& result) {
+  absl::Status run(const Prompt& prompt, SamplingParams sampling,
+                   const std::function<bool(const TokenEvent&)>& on_token, GenerateResult& result) {
     at::NoGradGuard no_grad;
     const double start = clock_.now_seconds();
     const int64_t prompt_tokens = static_cast<int64_t>(prompt.ids.size()), room = max_len_ - prompt_tokens;
@@ -97,13 +125,15 @@ class TorchGenerator : public Generator {
     double first = 0;
     while (result.finish == FinishReason::kNone) {
       const at::Tensor row = logits.to(at::kCPU, at::kFloat).contiguous();
-      PARVL_ASSIGN_OR_RETURN(Sampler::Choice choice, sampler.choose(absl::MakeConstSpan(row.data_ptr<float>(), static_cast<size_t>(row.numel()))));
+      PARVL_ASSIGN_OR_RETURN(Sampler::Choice choice, sampler.choose(absl::MakeConstSpan(
+                                                         row.data_ptr<float>(), static_cast<size_t>(row.numel()))));
       sampler.accept(choice.token_id);
       TokenEvent event;
       event.token_id = choice.token_id;
       if (sampling.logprobs) event.logprob = choice.logprob;
       const Tokenizer& tokenizer = prompts_->tokenizer();
-      TextStream::Delta delta = stream.push(choice.token_id, tokenizer.token_bytes(choice.token_id), tokenizer.is_special(choice.token_id));
+      TextStream::Delta delta =
+          stream.push(choice.token_id, tokenizer.token_bytes(choice.token_id), tokenizer.is_special(choice.token_id));
       event.text = delta.text;
       event.finish = delta.finish;
       const double now = clock_.now_seconds();
@@ -124,8 +154,8 @@ class TorchGenerator : public Generator {
   }
 
   // Encodes the images, fills the cache with the prompt, and gives the last position's logits [V].
-  at::Tensor prefill(const Prompt& prompt, const std::shared_ptr<CachedAttention>& attention, int64_t& next_position, double start,
-                     GenerateResult& result) {
+  at::Tensor prefill(const Prompt& prompt, const std::shared_ptr<CachedAttention>& attention, int64_t& next_position,
+                     double start, GenerateResult& result) {
     SequenceInput sequence;
     sequence.ids = prompt.ids;
     for (const MediaSpan& span : prompt.media) {
@@ -178,6 +208,7 @@ absl::StatusOr<std::unique_ptr<Generator>> load_generator(const std::string& dir
   }
   if (options.max_model_len > 0) max_len = options.max_model_len;
   PARVL_ASSIGN_OR_RETURN(auto prompts, PromptBuilder::load(dir));
+  PARVL_RETURN_IF_ERROR(check_processor(dir, *prompts, spec));
   PARVL_ASSIGN_OR_RETURN(GenerationDefaults defaults, read_defaults(dir, spec));
   auto model = Model::create(spec);
   PARVL_RETURN_IF_ERROR(match_weights(*model, dir).status());  // before a damaged configuration asks for absurd memory
