@@ -1,0 +1,281 @@
+// Whole runs in one process: resuming, stopping, what may change between the parts of a run, the sign of life.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <set>
+
+#include "parvl/models/checkpoint.h"
+#include "parvl/train/score.h"
+#include "parvl/train/trainer.h"
+#include "parvl/train/trainer_output.h"
+#include "train_fixture.h"
+
+namespace parvl {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+
+class TrainerTest : public TrainFixture {
+ protected:
+  void SetUp() override {
+    TrainFixture::SetUp();
+    recipe_.train.dtype = "float32";
+  }
+  std::string weights(int step) {
+    return *sha256_file((folder_ / "out" / absl::StrCat("step-", step) / "model.safetensors").string());
+  }
+  std::string moments(int step) {
+    return *sha256_file((folder_ / "out" / absl::StrCat("step-", step) / "trainer/optimizer.safetensors").string());
+  }
+  std::string refused() {
+    const absl::Status status = run();
+    EXPECT_EQ(exit_code(status), 2) << status;
+    return std::string(status.message());
+  }
+};
+
+TEST_F(TrainerTest, ResumedRunsEqualUndisturbedOnesToTheBit) {
+  for (const char* dtype : {"float32", "bfloat16", "float64"}) {
+    for (const char* name : {"adamw", "sgd"}) {
+      SCOPED_TRACE(absl::StrCat(dtype, " ", name));
+      recipe_.train.dtype = dtype;
+      recipe_.optim.name = name;
+      recipe_.optim.momentum = recipe_.optim.name == "sgd" ? 0.9 : 0;
+      recipe_.optim.weight_decay = 0.01;
+      recipe_.optim.schedule = "cosine";
+      recipe_.data.augment = "dihedral";
+      ASSERT_TRUE(run().ok());
+      const auto whole = losses();
+      ASSERT_EQ(whole.size(), 6u);
+      EXPECT_GT(std::set<double>(whole.begin(), whole.end()).size(), 4u);
+      const std::string end = weights(6), end_moments = moments(6);
+      fs::remove_all(recipe_.train.out);
+
+      stop_after_ = 1;
+      ASSERT_TRUE(run().ok());
+      auto parts = losses();
+      EXPECT_THAT(text_, HasSubstr("stopped after step 1 as asked"));
+      stop_after_ = 3;
+      ASSERT_TRUE(run().ok());
+      EXPECT_EQ(events_[0]["event"], "resumed");
+      for (double loss : losses()) parts.push_back(loss);
+      stop_after_ = 0;
+      ASSERT_TRUE(run().ok());
+      for (double loss : losses()) parts.push_back(loss);
+      EXPECT_EQ(parts, whole);
+      EXPECT_EQ(weights(6), end);
+      EXPECT_EQ(moments(6), end_moments);
+      fs::remove_all(recipe_.train.out);
+    }
+  }
+}
+
+TEST_F(TrainerTest, LoaderThreadsChangeNothing) {
+  std::vector<std::vector<double>> all;
+  std::vector<std::string> ends;
+  for (int threads : {1, 2, 5}) {
+    events_.clear();
+    TrainerEnvironment with_threads = environment();
+    with_threads.loader_threads = threads;
+    auto trainer = Trainer::create(recipe_, with_threads);
+    ASSERT_TRUE(trainer.ok());
+    ASSERT_TRUE((*trainer)->run().ok());
+    all.push_back(losses());
+    ends.push_back(weights(6));
+    trainer->reset();
+    fs::remove_all(recipe_.train.out);
+  }
+  EXPECT_EQ(all[0], all[1]);
+  EXPECT_EQ(all[0], all[2]);
+  EXPECT_EQ(ends[0], ends[1]);
+  EXPECT_EQ(ends[0], ends[2]);
+}
+
+TEST_F(TrainerTest, WhatMayChangeBetweenThePartsOfARun) {
+  recipe_.train.steps = 2;
+  ASSERT_TRUE(run().ok());
+  recipe_.train.steps = 4;
+  recipe_.optim.lr = 1e-4;
+  recipe_.optim.schedule = "linear";
+  recipe_.optim.groups = {{"projector.*", 1e-5, -1}};
+  recipe_.data.micro_batch = 4;
+  recipe_.train.recompute = "full";
+  ASSERT_TRUE(run().ok());
+  EXPECT_EQ(losses().size(), 2u);
+  // The folder may move with its data.
+  const fs::path moved = folder_.string() + "_moved";
+  fs::rename(folder_, moved);
+  folder_ = moved;
+  recipe_.config = (folder_ / "config.json").string();
+  recipe_.data.train = (folder_ / "data.jsonl").string();
+  recipe_.train.out = (folder_ / "out").string();
+  recipe_.train.steps = 5;
+  const absl::Status status = run();
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(losses().size(), 1u);
+}
+
+TEST_F(TrainerTest, AnotherRunsCheckpointIsNotContinued) {
+  recipe_.train.steps = 1;
+  ASSERT_TRUE(run().ok());
+  recipe_.train.steps = 2;
+  const Recipe good = recipe_;
+  const std::vector<std::pair<std::string, std::function<void()>>> changes = {
+      {"data.global_batch was 4, is now 8", [&] { recipe_.data.global_batch = 8; }},
+      {"data.shuffle_seed was 0, is now 7", [&] { recipe_.data.shuffle_seed = 7; }},
+      {"data.augment was none, is now dihedral", [&] { recipe_.data.augment = "dihedral"; }},
+      {"train.dtype was float32, is now float64", [&] { recipe_.train.dtype = "float64"; }},
+      {"optim.name was adamw, is now sgd", [&] { recipe_.optim.name = "sgd"; }},
+      {"train.freeze was", [&] { recipe_.train.freeze = {"vision_encoder.*"}; }},
+      {"starting weights was", [&] { recipe_.seed = 6; }},
+      {"data.train was 12 samples",
+       [&] {
+         std::ofstream(folder_ / "other.jsonl") << line(0).dump() << "\n";
+         recipe_.data.train = (folder_ / "other.jsonl").string();
+       }},
+      {"configuration", [&] {
+         auto config = *read_json_file(recipe_.config);
+         config["rope_theta"] = 5000.0;  // the same shapes, another function
+         std::ofstream(folder_ / "theta.json") << config.dump();
+         recipe_.config = (folder_ / "theta.json").string();
+       }}};
+  for (const auto& [expected, change] : changes) {
+    recipe_ = good;
+    change();
+    const std::string message = refused();
+    EXPECT_THAT(message, HasSubstr("step-1 belongs to another run: "));
+    EXPECT_THAT(message, HasSubstr(expected));
+    EXPECT_THAT(message, HasSubstr("set train.resume to never"));
+  }
+  recipe_ = good;
+  EXPECT_TRUE(run().ok());
+}
+
+TEST_F(TrainerTest, AnOlderRunsLaterStepsAreNotTakenForThisRuns) {
+  ASSERT_TRUE(run().ok());  // leaves step-6
+  const std::string first = weights(6);
+  recipe_.train.resume = "never";
+  stop_after_ = 2;
+  ASSERT_TRUE(run().ok());  // leaves step-2
+  EXPECT_THAT(text_, HasSubstr("train.resume=auto continues from there"));
+  EXPECT_EQ(list_checkpoints(recipe_.train.out), (std::vector<int64_t>{2, 6}));
+  recipe_.train.resume = "auto";
+  stop_after_ = 0;
+  ASSERT_TRUE(run().ok());
+  EXPECT_EQ(losses().size(), 4u);
+  EXPECT_EQ(weights(6), first);  // and it replaced the old one by the same
+  EXPECT_EQ(list_checkpoints(recipe_.train.out), (std::vector<int64_t>{6, 2}));
+}
+
+TEST_F(TrainerTest, ResumeModes) {
+  recipe_.train.resume = "must";
+  EXPECT_THAT(refused(), HasSubstr("holds no checkpoint"));
+  recipe_.train.resume = "auto";
+  recipe_.train.checkpoint_every = 2;
+  ASSERT_TRUE(run().ok());
+  EXPECT_EQ(list_checkpoints(recipe_.train.out), (std::vector<int64_t>{6, 4, 2}));
+  const auto whole = losses();
+  const std::string end = weights(6);
+  recipe_.train.resume = "must";
+  ASSERT_TRUE(run().ok());
+  EXPECT_THAT(text_, HasSubstr("all 6 steps are done"));
+  recipe_.train.steps = 5;
+  EXPECT_THAT(refused(), HasSubstr("train.steps is 5, but the resumed checkpoint already has 6 steps"));
+  recipe_.train.steps = 6;
+  // A path, into another folder: a branch of that run.
+  recipe_.train.resume = (folder_ / "out/step-4").string();
+  recipe_.train.out = (folder_ / "branch").string();
+  ASSERT_TRUE(run().ok());
+  EXPECT_EQ(losses(), std::vector<double>(whole.begin() + 4, whole.end()));
+  EXPECT_EQ(*sha256_file((folder_ / "branch/step-6/model.safetensors").string()), end);
+  recipe_.train.resume = (folder_ / "branch").string();
+  EXPECT_THAT(refused(), HasSubstr("is no whole checkpoint"));
+  recipe_.train.resume = (folder_ / "nowhere").string();
+  EXPECT_THAT(refused(), HasSubstr("nowhere"));
+}
+
+TEST_F(TrainerTest, AStopBeforeTheFirstStepSavesNothing) {
+  TrainerEnvironment stopped = environment();
+  stopped.stop_requested = [] { return true; };
+  auto trainer = Trainer::create(recipe_, stopped);
+  ASSERT_TRUE(trainer.ok());
+  ASSERT_TRUE((*trainer)->run().ok());
+  EXPECT_TRUE(list_checkpoints(recipe_.train.out).empty());
+  EXPECT_THAT(text_, HasSubstr("stopped after step 0"));
+}
+
+TEST_F(TrainerTest, ABadSampleKeepsTheStepsBeforeIt) {
+  std::ofstream(folder_ / "5.png") << "not a picture";
+  recipe_.data.global_batch = 2;
+  recipe_.data.micro_batch = 2;
+  recipe_.data.shuffle_seed = 2;
+  recipe_.train.steps = 6;  // one epoch
+  const std::string message = refused();
+  EXPECT_THAT(message, HasSubstr("data.jsonl:6"));
+  EXPECT_THAT(message, HasSubstr("5.png"));
+  const size_t done = losses().size();
+  ASSERT_LT(done, 6u);
+  ASSERT_GT(done, 0u) << "choose another shuffle_seed";
+  EXPECT_EQ(list_checkpoints(recipe_.train.out), std::vector<int64_t>{static_cast<int64_t>(done)});
+}
+
+TEST_F(TrainerTest, TwoRunsDoNotShareAFolder) {
+  auto first = make();
+  const std::string message = refused();
+  EXPECT_THAT(message, HasSubstr("another process trains into"));
+  first.reset();
+  EXPECT_TRUE(run().ok());
+}
+
+TEST_F(TrainerTest, ScoreCountsSamplesWithAnswersOnly) {
+  auto trainer = make();
+  const auto data = *Dataset::load(recipe_.data.train, folder_.string());
+  const auto prompts = *PromptBuilder::load(recipe_.tokenizer);
+  ScoreOptions options{.batch = 5, .max_length = 1000};
+  const auto score = score_dataset(trainer->model(), *prompts, *data, at::kCPU, options);
+  ASSERT_TRUE(score.ok()) << score.status();
+  EXPECT_EQ(score->samples, 10);  // lines 4 and 9 have no assistant turn
+  EXPECT_LT(score->accuracy, 0.5);
+  const auto step = trainer->train_step(batch({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}));
+  EXPECT_NEAR(score->loss, step->loss, 1e-5);
+  options.stop_requested = [] { return true; };
+  EXPECT_EQ(score_dataset(trainer->model(), *prompts, *data, at::kCPU, options).status().code(),
+            absl::StatusCode::kCancelled);
+}
+
+// Its clock is an hour later at every look, so that every silence is a long one.
+class FastClock : public Clock {
+ public:
+  int64_t now_ns() const override { return now_.fetch_add(int64_t{3600} * 1'000'000'000); }
+  int64_t wall_ns() const override { return 0; }
+
+ private:
+  mutable std::atomic<int64_t> now_{0};
+};
+
+TEST_F(TrainerTest, ALongOperationGivesASignOfLife) {
+  FastClock clock;
+  std::mutex mutex;
+  std::condition_variable written;
+  std::string text;
+  int lines = 0;
+  RunOutputOptions options;
+  options.write = [&](std::string_view part) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    text += part;
+    ++lines;
+    written.notify_all();
+  };
+  RunOutput output(clock, recipe_.train, options);
+  output.working("loading the model");
+  std::unique_lock<std::mutex> lock(mutex);
+  written.wait(lock, [&] { return lines >= 3; });  // nothing is called; the thread speaks
+  EXPECT_THAT(text, HasSubstr("loading the model ... "));
+  lock.unlock();
+  output.finish();
+}
+
+}  // namespace
+}  // namespace parvl
