@@ -21,12 +21,12 @@ for needed in "$parvl" "$model/config.json" "$data/questions.json"; do
   if [ ! -e "$needed" ]; then echo "demo: $needed is missing; run 'make build' first" >&2; exit 1; fi
 done
 
-# Passes lines on, and says that it is still there when none came for 4 s.
+# Passes lines on, and says that it is still there when none came for almost 5 s.
 with_heartbeat() {
   local line status start=$SECONDS
   while true; do
     status=0
-    IFS= read -r -t 4 line || status=$?
+    IFS= read -r -t 4.7 line || status=$?
     if [ "$status" = 0 ] || [ -n "$line" ]; then
       printf '%s\n' "$line"
     elif [ "$status" -gt 128 ]; then
@@ -57,9 +57,11 @@ fi
 
 if [ "${DEMO_TRAIN:-1}" = 0 ]; then exit 0; fi
 echo "demo: training examples/easy_vqa/recipe.yaml from random weights for $seconds s (DEMO_TRAIN=0 leaves this out)"
-# A signal after the time is up lets it save and leave with status 0. A minute is too short for the recipe's warm-up.
+# A signal after the time is up lets it save and leave with status 0. A minute on a few cores is too short for the recipe's
+# batches of 64 and its warm-up.
 train=(timeout --foreground --preserve-status -s TERM "$seconds" "$parvl" train --config examples/easy_vqa/recipe.yaml
-  --set "train.out=$folder/out" --set train.log_every=2 --set train.checkpoint_every=0 --set optim.warmup_steps=10
+  --set "train.out=$folder/out" --set train.steps=300 --set train.log_every=1 --set train.checkpoint_every=0 --set optim.warmup_steps=10
+  --set data.micro_batch=8 --set data.global_batch=8
   --set optim.schedule=constant --set data.eval=)
 if [ -t 1 ]; then
   "${train[@]}"

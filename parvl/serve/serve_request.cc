@@ -157,6 +157,8 @@ asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection) {
   // preprocess
   auto prepare = [&] { return prepare_prompt(*request, model.prompts(), model.limits, gateway.options().media); };
   absl::StatusOr<Prompt> prompt = co_await run_on(gateway.pool(), prepare);
+  request->messages.clear();  // as large as the body, and not needed any more
+  request->images.clear();
   if (connection.gone()) co_return;
   if (!prompt.ok()) co_return co_await connection.reply_error(prompt.status());
   const int64_t prompt_tokens = static_cast<int64_t>(prompt->ids.size());

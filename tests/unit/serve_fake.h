@@ -37,7 +37,7 @@ struct FakeScript {
   std::vector<std::string> pieces = {"Hel", "lo",
                                      "!"};  // one a token; the last one ends with an empty end token after it
   bool endless = false;                     // repeat the pieces until cancelled
-  int64_t allowed = INT64_MAX;              // tokens that may still come out
+  int64_t allowed = int64_t{1} << 50;       // tokens that may still come out
   int64_t fail_after = -1;                  // tokens before `error` is returned; -1: never
   absl::Status error;
   int64_t started = 0, ended = 0, cancelled = 0;  // calls of generate
