@@ -122,33 +122,49 @@ absl::Status write_all(const std::string& dir, DType dtype, const CheckpointCont
   return sync_directory(dir);
 }
 
-// Puts `temporary` where `final_dir` is, in one step also when that exists (of a run that was started over).
+constexpr char kAside[] = ".replaced";
+
+// Puts `temporary` where `final_dir` is; a directory that stands there (of a run that was started over) changes places
+// with it in one step, or, on a file system that cannot do that, is put aside first, from where OutputLock::take brings
+// it back.
 absl::Status publish(const std::string& temporary, const std::string& final_dir) {
-  if (::renameat2(AT_FDCWD, temporary.c_str(), AT_FDCWD, final_dir.c_str(), RENAME_NOREPLACE) == 0)
-    return absl::OkStatus();
-  int error = errno;
-  if (error == EEXIST) {
-    if (::renameat2(AT_FDCWD, temporary.c_str(), AT_FDCWD, final_dir.c_str(), RENAME_EXCHANGE) == 0)
-      return absl::OkStatus();
-    error = errno;
-  }
-  if (error == EINVAL || error == ENOSYS) {  // a file system without these: the old one steps aside first
-    const std::string aside = temporary + ".old";
-    if (::rename(final_dir.c_str(), aside.c_str()) != 0 && errno != ENOENT) {
-      return failed("cannot rename ", final_dir, ": ", std::strerror(errno));
-    }
-    if (::rename(temporary.c_str(), final_dir.c_str()) == 0) {
-      fs::remove_all(aside);
+  if (::rename(temporary.c_str(), final_dir.c_str()) == 0) return absl::OkStatus();
+  if (errno == ENOTEMPTY || errno == EEXIST) {
+    if (::renameat2(AT_FDCWD, temporary.c_str(), AT_FDCWD, final_dir.c_str(), RENAME_EXCHANGE) == 0) {
       return absl::OkStatus();
     }
-    error = errno;
-    ::rename(aside.c_str(), final_dir.c_str());
+    const std::string aside = temporary + kAside;
+    if (::rename(final_dir.c_str(), aside.c_str()) == 0) {
+      if (::rename(temporary.c_str(), final_dir.c_str()) == 0) {
+        std::error_code ignored;  // what is left goes with the next clean-up
+        fs::remove_all(aside, ignored);
+        return absl::OkStatus();
+      }
+      const int error = errno;
+      ::rename(aside.c_str(), final_dir.c_str());
+      errno = error;
+    }
   }
-  return failed("cannot rename ", temporary, " to ", final_dir, ": ", std::strerror(error));
+  return failed("cannot rename ", temporary, " to ", final_dir, ": ", std::strerror(errno));
 }
 
-bool is_leftover(const std::string& name) {
-  return absl::StartsWith(name, ".step-") && absl::StrContains(name, ".tmp");
+// What a process that died while saving left in OUT goes; a checkpoint that it had put aside comes back.
+void clean_up(const std::string& out) {
+  std::error_code error;
+  std::vector<std::string> leftovers;
+  for (const auto& entry : fs::directory_iterator(out, error)) {
+    const std::string name = entry.path().filename().string();
+    if (absl::StartsWith(name, ".step-") && absl::StrContains(name, ".tmp")) leftovers.push_back(name);
+  }
+  for (const std::string& name : leftovers) {
+    const std::string path = out + "/" + name;
+    const std::string original = out + "/" + name.substr(1, name.find(".tmp") - 1);
+    if (absl::EndsWith(name, kAside) && !fs::exists(original, error)) {
+      fs::rename(path, original, error);
+    } else {
+      fs::remove_all(path, error);
+    }
+  }
 }
 
 // When the checkpoint's run was started; a state that cannot be read counts as the latest, so that it is not passed
@@ -186,11 +202,7 @@ absl::StatusOr<std::unique_ptr<OutputLock>> OutputLock::take(const std::string& 
   if (::flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
     return invalid("train.out: another process trains into ", out, "; wait for it or use another folder");
   }
-  std::vector<fs::path> leftovers;
-  for (const auto& entry : fs::directory_iterator(out, error)) {
-    if (is_leftover(entry.path().filename().string())) leftovers.push_back(entry.path());
-  }
-  for (const fs::path& path : leftovers) fs::remove_all(path, error);
+  clean_up(out);
   return lock;
 }
 
@@ -221,7 +233,8 @@ std::vector<int64_t> list_checkpoints(const std::string& out) {
     const std::string name = entry.path().filename().string();
     if (!absl::StartsWith(name, "step-") || name.size() == 5 || name.size() > 20) continue;
     if (name.find_first_not_of("0123456789", 5) != std::string::npos || !entry.is_directory(error)) continue;
-    found.emplace_back(run_of(entry.path().string()), std::stoll(name.substr(5)));
+    const int64_t step = std::stoll(name.substr(5));
+    if (checkpoint_dir(out, step) == entry.path().string()) found.emplace_back(run_of(entry.path().string()), step);
   }
   std::sort(found.rbegin(), found.rend());
   std::vector<int64_t> steps;
