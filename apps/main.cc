@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "apps/commands.h"
+#include "parvl/base/memory.h"
 #include "parvl/base/signal.h"
 #include "parvl/base/text.h"
 
@@ -141,6 +142,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   std::set_terminate(parvl::on_terminate);
   parvl::ignore_broken_pipes();
+  parvl::keep_freed_memory();
   try {
     return parvl::run(argc, argv);
   } catch (const std::bad_alloc&) {

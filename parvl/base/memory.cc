@@ -1,5 +1,6 @@
 #include "parvl/base/memory.h"
 
+#include <malloc.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -19,6 +20,11 @@ int64_t resident_bytes() {
 int64_t peak_resident_bytes() {
   rusage usage{};
   return getrusage(RUSAGE_SELF, &usage) == 0 ? static_cast<int64_t>(usage.ru_maxrss) * 1024 : 0;
+}
+
+void keep_freed_memory() {
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest value that glibc takes
+  mallopt(M_TRIM_THRESHOLD, 512 << 20);
 }
 
 }  // namespace parvl
