@@ -12,7 +12,7 @@
 namespace parvl {
 namespace {
 
-constexpr char kStartingWeights[] = "starting weights";
+constexpr char kStartingWeights[] = "weights at the start";
 
 std::string short_hash(std::string_view text) { return sha256_hex(text).substr(0, 16); }
 

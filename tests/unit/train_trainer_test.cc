@@ -129,7 +129,7 @@ TEST_F(TrainerTest, AnotherRunsCheckpointIsNotContinued) {
       {"train.dtype was float32, is now float64", [&] { recipe_.train.dtype = "float64"; }},
       {"optim.name was adamw, is now sgd", [&] { recipe_.optim.name = "sgd"; }},
       {"train.freeze was", [&] { recipe_.train.freeze = {"vision_encoder.*"}; }},
-      {"starting weights was", [&] { recipe_.seed = 6; }},
+      {"weights at the start was", [&] { recipe_.seed = 6; }},
       {"data.train was 12 samples",
        [&] {
          std::ofstream(folder_ / "other.jsonl") << line(0).dump() << "\n";
