@@ -1,6 +1,9 @@
 """Small random checkpoints of every supported family, and the double-precision reference of transformers."""
 import contextlib
+import json
 import os
+import pathlib
+import shutil
 
 import torch
 import transformers
@@ -8,6 +11,7 @@ import transformers
 torch.set_num_threads(1)
 VOCAB = 300
 IMAGE_TOKEN, VISION_START, VISION_END = 290, 291, 292
+START = pathlib.Path(__file__).resolve().parents[2] / "examples" / "easy_vqa" / "start"  # a tokenizer, a template, ...
 
 
 def _text(**extra):
@@ -18,36 +22,55 @@ def _text(**extra):
 
 
 def _vl_text(**extra):
-    return _text(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}, **extra)
+    return _text(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+                 bos_token_id=None, eos_token_id=None, **extra)
 
 
 def _vl_tokens():
     return dict(image_token_id=IMAGE_TOKEN, video_token_id=293, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END)
 
 
-def make(name):
+def make_directory(name, path, dtype=torch.float32):
+    """A whole directory: the family's model with the vocabulary, template and image processor of examples/easy_vqa/start."""
+    start = json.loads((START / "config.json").read_text())
+    tokens = {key: start[key] for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")}
+    model = make(name, vocab=start["vocab_size"], tokens=tokens).to(dtype)
+    model.save_pretrained(path)
+    path = pathlib.Path(path)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(START / file, path / file)
+    if name in VISION_FAMILIES:
+        processor = json.loads((START / "preprocessor_config.json").read_text())
+        processor.update(patch_size=6, min_pixels=24 * 24, max_pixels=60 * 60)
+        (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return model
+
+
+def make(name, vocab=VOCAB, tokens=None):
     """The family's model in float32, with weights large enough that logits spread and the image matters."""
     torch.manual_seed(sum(map(ord, name)))
     if name == "llama":
-        config = transformers.LlamaConfig(**_text(), tie_word_embeddings=False)
+        config = transformers.LlamaConfig(**_text(vocab_size=vocab), tie_word_embeddings=False)
         model = transformers.LlamaForCausalLM(config)
     elif name == "llama31":
         rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 64}
-        config = transformers.LlamaConfig(**_text(rope_parameters=rope, head_dim=10), tie_word_embeddings=True)
+        config = transformers.LlamaConfig(**_text(vocab_size=vocab, rope_parameters=rope, head_dim=10), tie_word_embeddings=True)
         model = transformers.LlamaForCausalLM(config)
     elif name == "qwen2":
-        config = transformers.Qwen2Config(**_text(), tie_word_embeddings=True)
+        config = transformers.Qwen2Config(**_text(vocab_size=vocab), tie_word_embeddings=True)
         model = transformers.Qwen2ForCausalLM(config)
     elif name == "qwen2_vl":
         vision = dict(depth=3, embed_dim=32, hidden_size=48, num_heads=4, mlp_ratio=3, patch_size=6, spatial_merge_size=2,
                       initializer_range=0.15)
-        config = transformers.Qwen2VLConfig(text_config=_vl_text(), vision_config=vision, tie_word_embeddings=True, **_vl_tokens())
+        config = transformers.Qwen2VLConfig(text_config=_vl_text(vocab_size=vocab), vision_config=vision, tie_word_embeddings=True,
+                                            **(tokens or _vl_tokens()))
         model = transformers.Qwen2VLForConditionalGeneration(config)
     elif name == "qwen2_5_vl":
         vision = dict(depth=4, hidden_size=32, out_hidden_size=48, num_heads=4, intermediate_size=52, patch_size=6,
                       spatial_merge_size=2, window_size=24, fullatt_block_indexes=[1, 3], initializer_range=0.15)
-        config = transformers.Qwen2_5_VLConfig(text_config=_vl_text(), vision_config=vision, tie_word_embeddings=False, **_vl_tokens())
+        config = transformers.Qwen2_5_VLConfig(text_config=_vl_text(vocab_size=vocab), vision_config=vision, tie_word_embeddings=False,
+                                              **(tokens or _vl_tokens()))
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     else:
         raise ValueError(name)
