@@ -1,3 +1,4 @@
+# slow
 """Stopping and resuming `parvl train`: to the bit, by signal, by every mode of train.resume."""
 import signal
 import unittest
