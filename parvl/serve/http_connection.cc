@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kReadBytes = 64u << 10;
 constexpr size_t kMaxRequestId = 128;
+constexpr std::chrono::milliseconds kCancelAgain{10};
 
 bool usable_request_id(std::string_view id) {
   return !id.empty() && id.size() <= kMaxRequestId &&
@@ -42,12 +43,19 @@ struct Disarm {
 
 void Deadline::arm(std::chrono::milliseconds limit, std::shared_ptr<void> keeper) {
   expired_ = false;
+  wait(limit, std::move(keeper), ++round_);
+}
+
+void Deadline::wait(std::chrono::milliseconds limit, std::shared_ptr<void> keeper, uint64_t round) {
   timer_.expires_after(limit);
-  timer_.async_wait([this, keeper = std::move(keeper), round = ++round_](const boost::system::error_code& error) {
+  timer_.async_wait([this, keeper = std::move(keeper), round](const boost::system::error_code& error) {
     if (error || round != round_) return;
     expired_ = true;
     boost::system::error_code ignored;
     socket_.cancel(ignored);
+    // A read or write of many pieces may be between two of them, where there is nothing to cancel: once more, until
+    // disarmed.
+    wait(kCancelAgain, keeper, round);
   });
 }
 
@@ -187,6 +195,7 @@ asio::awaitable<HttpConnection::Next> HttpConnection::read_body() {
     const auto [error, bytes] = co_await http::async_read_some(socket_, buffer_, *parser_, kAwait);
     deadline_.disarm();
     if ((error && deadline_.expired()) || body_total_.expired()) {
+      body_total_.disarm();  // the refusal is not to be cancelled
       co_return co_await refuse(api_error(408, "the request's body took too long", "timeout"));
     }
     if (error == http::error::partial_message || error == asio::error::connection_reset) {

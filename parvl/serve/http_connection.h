@@ -45,7 +45,7 @@ struct HttpShared {
   size_t body_bytes = 0;  // of the bodies held now
 };
 
-// Cancels whatever the socket is doing once the time is up, and remembers that it was this.
+// Cancels whatever the socket is doing from when the time is up until it is disarmed, and remembers that it was this.
 class Deadline {
  public:
   Deadline(asio::io_context& io, asio::ip::tcp::socket& socket) : timer_(io), socket_(socket) {}
@@ -55,6 +55,8 @@ class Deadline {
   bool expired() const { return expired_; }
 
  private:
+  void wait(std::chrono::milliseconds limit, std::shared_ptr<void> keeper, uint64_t round);
+
   asio::steady_timer timer_;
   asio::ip::tcp::socket& socket_;
   uint64_t round_ = 0;  // a timer that fired while it was disarmed must not hit what comes after

@@ -44,6 +44,9 @@ TestClient::TestClient(int port) {
   const timeval limit = {20, 0};  // a test that waits longer has failed
   ::setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
   ::setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  const int receive_bytes =
+      64 << 10;  // so that a client that does not read is full soon, whatever the system's default
+  ::setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &receive_bytes, sizeof receive_bytes);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
