@@ -2,78 +2,20 @@
 import json
 import os
 import pathlib
-import random
 import subprocess
 import tempfile
 import unittest
 
 import numpy as np
 import torch
-import transformers
-from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import tiny_models
+from generate_common import TOKENS, Reference, image, picture, text
 
 PARVL = os.environ["PARVL"]
 PROBE = os.path.join(os.path.dirname(PARVL), "probes", "generate_probe")
 MARGIN = 1e-3  # between the likeliest two logits: below it rounding may choose
-TOKENS = 24
 SIZES = [(37, 53), (60, 60), (91, 23), (7, 200), (200, 9), (24, 24)]
-
-
-class Qwen2VlProcessor(transformers.Qwen2VLProcessor):
-    """The processor needs torchvision for its video half alone."""
-
-    def check_argument_for_proper_class(self, name, argument):
-        pass
-
-
-class Qwen25VlProcessor(transformers.Qwen2_5_VLProcessor):
-    def check_argument_for_proper_class(self, name, argument):
-        pass
-
-
-PROCESSORS = {"qwen2_vl": Qwen2VlProcessor, "qwen2_5_vl": Qwen25VlProcessor}
-
-
-class Reference:
-    """A directory read by transformers."""
-
-    def __init__(self, family, path, dtype=torch.float32):
-        model_class = type(tiny_models.make(family))
-        self.model = model_class.from_pretrained(path, dtype=dtype).eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        self.processor = tokenizer
-        if family in PROCESSORS:
-            images = Qwen2VLImageProcessorPil.from_pretrained(path)
-            self.processor = PROCESSORS[family](image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template)
-
-    def inputs(self, messages):
-        if not isinstance(self.processor, transformers.PreTrainedTokenizerBase):
-            messages = [{**m, "content": [{**p, "image": Image.open(p["image"]).convert("RGB")} if p["type"] == "image" else p
-                                          for p in m["content"]]} for m in messages]
-        else:
-            messages = [{**m, "content": "".join(p["text"] for p in m["content"])} for m in messages]
-        return self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True,
-                                                  return_tensors="pt")
-
-    @torch.no_grad()
-    def generate(self, messages, tokens=TOKENS, end=None):
-        """Prompt ids, new ids, log-probabilities and margins; greedy; `end` is the token that ends the text."""
-        inputs = self.inputs(messages)
-        out = self.model.generate(**inputs, do_sample=False, max_new_tokens=tokens, eos_token_id=end, pad_token_id=0,
-                                  output_logits=True, return_dict_in_generate=True)
-        prompt = inputs["input_ids"][0].tolist()
-        ids = out.sequences[0, len(prompt):].tolist()
-        logits = torch.cat(out.logits).double()
-        top = logits.topk(2, -1).values
-        chosen = torch.log_softmax(logits, -1)[range(len(ids)), ids]
-        return prompt, ids, chosen.tolist(), (top[:, 0] - top[:, 1]).tolist()
-
-    @torch.no_grad()
-    def logits(self, messages):
-        return self.model(**self.inputs(messages)).logits[0].double()
 
 
 def parvl(*args, code=0):
@@ -81,22 +23,6 @@ def parvl(*args, code=0):
     if done.returncode != code:
         raise AssertionError(f"parvl generate {args} exited with {done.returncode}: {done.stderr.decode()}")
     return done
-
-
-def picture(path, size, seed):
-    """A smooth random picture, so that resizing keeps its content."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 4, 3), dtype=np.uint8))
-    coarse.resize(size, Image.Resampling.BICUBIC).save(path)
-    return str(path)
-
-
-def text(words):
-    return {"type": "text", "text": words}
-
-
-def image(path):
-    return {"type": "image", "image": path}
 
 
 class GenerateParity(unittest.TestCase):
@@ -240,36 +166,14 @@ class GenerateParity(unittest.TestCase):
                     self.assertAlmostEqual(own["logprobs"][0]["logprob"], want[2][0], delta=near)
 
 
-def byte_symbol(value):
-    """The character that stands for a byte in byte-level vocabularies."""
-    printable = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
-    return chr(value) if value in printable else chr(256 + [b for b in range(256) if b not in printable].index(value))
-
-
 class WholeCharacters(unittest.TestCase):
-    def make_speaker(self, path, said, after):
-        """A model whose token after `after` begins to say the bytes `said`, all different, over and over."""
-        model = tiny_models.make_directory("llama", path)
-        vocabulary = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
-        ids = [vocabulary[byte_symbol(b)] for b in said]
-        follows = {vocabulary[after]: ids[0], **{a: b for a, b in zip(ids, ids[1:] + ids[:1])}}
-        with torch.no_grad():
-            for name, value in model.named_parameters():
-                if "layers." in name and value.ndim == 2:
-                    value.zero_()
-            head = model.lm_head.weight
-            head.zero_()
-            model.model.norm.weight.fill_(1)
-            for now, then in follows.items():
-                head[then] += model.model.embed_tokens.weight[now] * 40
-        model.save_pretrained(path)
-        return ids
-
     def test_partial_characters_wait(self):
         said = "é🙂水".encode()
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "speaker"
-            ids = self.make_speaker(path, said, "x")
+            vocabulary = tiny_models.token_ids()
+            ids = [vocabulary[tiny_models.byte_symbol(b)] for b in said]  # all different
+            tiny_models.make_speaker("llama", path, {vocabulary["x"]: ids[0], **dict(zip(ids, ids[1:] + ids[:1]))})
             for count in range(1, len(said) + 5):
                 with self.subTest(tokens=count):
                     flags = ("--model", path, "--raw", "--prompt", "x", "--max-tokens", count)

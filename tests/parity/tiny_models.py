@@ -46,6 +46,36 @@ def make_directory(name, path, dtype=torch.float32):
     return model
 
 
+def make_speaker(name, path, follows):
+    """A directory whose model's next token depends on the last one alone: follows {id: next id}."""
+    model = make_directory(name, path)
+    embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert embed is not head, "needs a model that is not tied"
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "layers." in key and "norm" not in key:
+                value.zero_()
+            elif key.endswith(".norm.weight"):
+                value.fill_(1)
+        head.zero_()
+        for now, then in follows.items():
+            head[then] += embed[now] * 40
+    model.save_pretrained(path)
+    shutil.copy(START / "generation_config.json", pathlib.Path(path) / "generation_config.json")
+
+
+def byte_symbol(value):
+    """The character that stands for a byte in byte-level vocabularies."""
+    printable = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
+    return chr(value) if value in printable else chr(256 + [b for b in range(256) if b not in printable].index(value))
+
+
+def token_ids():
+    """{token text: id} of the directories' tokenizer, special tokens too."""
+    tokenizer = json.loads((START / "tokenizer.json").read_text())
+    return {**tokenizer["model"]["vocab"], **{t["content"]: t["id"] for t in tokenizer["added_tokens"]}}
+
+
 def make(name, vocab=VOCAB, tokens=None):
     """The family's model in float32, with weights large enough that logits spread and the image matters."""
     torch.manual_seed(sum(map(ord, name)))
