@@ -31,16 +31,15 @@ Param* ParamTable::add(Module module, const std::string& name, std::vector<int64
   param->module = module;
   param->init = init;
   param->shard = std::move(shard);
-  PARVL_CHECK(find(param->name) == nullptr, "a parameter name is used twice");
+  const bool is_new = by_name_.emplace(param->name, param.get()).second;
+  PARVL_CHECK(is_new, "a parameter name is used twice");
   params_.push_back(std::move(param));
   return params_.back().get();
 }
 
 Param* ParamTable::find(const std::string& name) const {
-  for (const auto& param : params_) {
-    if (param->name == name) return param.get();
-  }
-  return nullptr;
+  const auto at = by_name_.find(name);
+  return at == by_name_.end() ? nullptr : at->second;
 }
 
 std::vector<Param*> ParamTable::owned() const {

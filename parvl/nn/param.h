@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "parvl/plan/model_spec.h"
@@ -61,6 +62,7 @@ class ParamTable {
 
  private:
   std::vector<std::unique_ptr<Param>> params_;
+  std::unordered_map<std::string, Param*> by_name_;
 };
 
 at::ScalarType to_scalar_type(DType dtype);

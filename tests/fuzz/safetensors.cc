@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "tests/fuzz/fuzz.h"
 
@@ -32,6 +33,9 @@ std::vector<std::string> fuzz_seeds() {
               R"("a": {"dtype": "F64", "shape": [], "data_offsets": [0, 8]}})",
               16),
       file_of(R"({"e": {"dtype": "F16", "shape": [0, 5], "data_offsets": [0, 0]}})", 0),
+      file_of(
+          R"({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}})",
+          1),
       file_of("{}", 0),
   };
 }
@@ -55,6 +59,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     total += entry.bytes;
   }
   FUZZ_REQUIRE(total <= size);  // nothing overlaps
+  std::set<std::string> names;
+  for (const parvl::TensorEntry& entry : *entries) FUZZ_REQUIRE(names.insert(entry.name).second);
 
   std::vector<parvl::TensorEntry> again = *entries;
   const std::string header = parvl::make_safetensors_header(again);
