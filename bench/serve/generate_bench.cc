@@ -1,5 +1,5 @@
-// Times one model directory: prompt to first token, decoding, and the speed of the matrix-vector kernel alone on a matrix that
-// no cache holds, in the same process. Prints one JSON object.
+// Times one model directory: prompt to first token, decoding, and the speed of the matrix-vector kernel alone on a
+// matrix that no cache holds, in the same process. Prints one JSON object.
 //
 //   generate_bench MODEL_DIR DTYPE THREADS PROMPT_TOKENS NEW_TOKENS REPEATS [IMAGE]
 #include <ATen/Parallel.h>
@@ -42,9 +42,11 @@ double gemv_bytes_per_second(at::ScalarType type) {
 
 // Weight bytes that decoding one token reads: the decoder's matrices and the output matrix.
 double decode_bytes(const BackboneSpec& b, double value_bytes) {
-  const double h = static_cast<double>(b.hidden), q = static_cast<double>(b.heads * b.head_dim), kv = static_cast<double>(b.kv_heads * b.head_dim);
-  return value_bytes * (static_cast<double>(b.layers) * (h * (2 * q + 2 * kv) + 3 * h * static_cast<double>(b.intermediate)) +
-                        h * static_cast<double>(b.vocab));
+  const double h = static_cast<double>(b.hidden), q = static_cast<double>(b.heads * b.head_dim),
+               kv = static_cast<double>(b.kv_heads * b.head_dim);
+  return value_bytes *
+         (static_cast<double>(b.layers) * (h * (2 * q + 2 * kv) + 3 * h * static_cast<double>(b.intermediate)) +
+          h * static_cast<double>(b.vocab));
 }
 
 absl::Status run(char** argv, int argc) {
@@ -65,10 +67,12 @@ absl::Status run(char** argv, int argc) {
     PARVL_ASSIGN_OR_RETURN(const Image image, decode_image(bytes));
     PARVL_ASSIGN_OR_RETURN(ProcessedImage processed, generator->prompts().image_processor().process(image));
     Message message{"user", {{ContentPart::Kind::kImage, "", 0}, {ContentPart::Kind::kText, "what is it?", -1}}};
-    PARVL_ASSIGN_OR_RETURN(prompt, generator->prompts().build({message}, {std::make_shared<const ProcessedImage>(std::move(processed))}, {}));
+    PARVL_ASSIGN_OR_RETURN(prompt, generator->prompts().build(
+                                       {message}, {std::make_shared<const ProcessedImage>(std::move(processed))}, {}));
   }
   Rng rng(1);
-  while (static_cast<int64_t>(prompt.ids.size()) < prompt_tokens) prompt.ids.push_back(static_cast<TokenId>(rng.below(256)));
+  while (static_cast<int64_t>(prompt.ids.size()) < prompt_tokens)
+    prompt.ids.push_back(static_cast<TokenId>(rng.below(256)));
   SamplingParams sampling;
   sampling.temperature = 0;
   sampling.ignore_eos = true;
@@ -81,7 +85,11 @@ absl::Status run(char** argv, int argc) {
     tpot.push_back(result.tpot_ms);
   }
   const double peak = static_cast<double>(peak_resident_bytes());
-  Json out = {{"prompt_tokens", prompt.ids.size()}, {"ttft_ms", median(ttft)}, {"tpot_ms", median(tpot)}, {"load_s", load_seconds}, {"peak_bytes", peak}};
+  Json out = {{"prompt_tokens", prompt.ids.size()},
+              {"ttft_ms", median(ttft)},
+              {"tpot_ms", median(tpot)},
+              {"load_s", load_seconds},
+              {"peak_bytes", peak}};
   if (dtype == "bfloat16" || dtype == "float32") {
     const double roof = gemv_bytes_per_second(dtype == "bfloat16" ? at::kBFloat16 : at::kFloat);
     const double achieved = decode_bytes(spec.backbone, dtype == "bfloat16" ? 2 : 4) / (median(tpot) * 1e-3);

@@ -4,10 +4,10 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define PARVL_CHECK(condition, message)                                                                         \
-  do {                                                                                                          \
-    if (!(condition)) {                                                                                         \
-      std::fprintf(stderr, "%s:%d: internal error: %s (%s)\n", __FILE__, __LINE__, (message), #condition);      \
-      std::abort();                                                                                             \
-    }                                                                                                           \
+#define PARVL_CHECK(condition, message)                                                                    \
+  do {                                                                                                     \
+    if (!(condition)) {                                                                                    \
+      std::fprintf(stderr, "%s:%d: internal error: %s (%s)\n", __FILE__, __LINE__, (message), #condition); \
+      std::abort();                                                                                        \
+    }                                                                                                      \
   } while (false)

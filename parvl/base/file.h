@@ -14,8 +14,8 @@ namespace parvl {
 // The whole file; NotFound when it does not exist, InvalidArgument when it is longer than `max_bytes` or no plain file.
 absl::StatusOr<std::string> read_file(const std::string& path, size_t max_bytes = size_t{1} << 30);
 
-// Writes path + ".tmp", syncs it to disk, and renames it over `path`. On failure (disk full, say) `path` is as it was and
-// the temporary file is gone.
+// Writes path + ".tmp", syncs it to disk, and renames it over `path`. On failure (disk full, say) `path` is as it was
+// and the temporary file is gone.
 absl::Status write_file_atomically(const std::string& path, std::string_view content);
 
 // Writes a file that a directory-level rename will publish later: created, filled in chunks by `write`, synced, closed.

@@ -23,8 +23,8 @@ absl::StatusOr<Json> parse_json(std::string_view text, const std::string& name, 
 // Reads and parses a file.
 absl::StatusOr<Json> read_json_file(const std::string& path, const JsonLimits& limits = {});
 
-// object[key] as T, or `fallback` when the key is absent or null. A value of another type, or a number outside T's range, is
-// an error that names `key`. T: bool, int64_t, double, std::string.
+// object[key] as T, or `fallback` when the key is absent or null. A value of another type, or a number outside T's
+// range, is an error that names `key`. T: bool, int64_t, double, std::string.
 template <typename T>
 absl::StatusOr<T> json_value(const Json& object, const std::string& key, const T& fallback);
 

@@ -1,5 +1,6 @@
-// Chance as a function: every random number in ParVL is a pure function of (seed, stream, counter), so a moved or resumed
-// computation continues exactly. Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+// Chance as a function: every random number in ParVL is a pure function of (seed, stream, counter), so a moved or
+// resumed computation continues exactly. Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC 2011).
 #pragma once
 
 #include <array>

@@ -38,15 +38,16 @@ inline absl::Status with_context(const absl::Status& status, const std::string& 
 // The program's exit code for a status: 0, 2 (usage, configuration, model file) or 1 (failed while running).
 int exit_code(const absl::Status& status);
 
-// Runs `body`, turning any exception that a library throws (libtorch, Boost, yaml-cpp) into a status whose message starts
-// with `what`. The named edges of the program (file load, worker step, trainer step, HTTP session) call it; nothing else catches.
+// Runs `body`, turning any exception that a library throws (libtorch, Boost, yaml-cpp) into a status whose message
+// starts with `what`. The named edges of the program (file load, worker step, trainer step, HTTP session) call it;
+// nothing else catches.
 absl::Status catch_exceptions(const std::string& what, const std::function<absl::Status()>& body);
 
 }  // namespace parvl
 
-#define PARVL_RETURN_IF_ERROR(expr)             \
-  do {                                          \
-    absl::Status parvl_status_ = (expr);        \
+#define PARVL_RETURN_IF_ERROR(expr)                \
+  do {                                             \
+    absl::Status parvl_status_ = (expr);           \
     if (!parvl_status_.ok()) return parvl_status_; \
   } while (false)
 

@@ -21,7 +21,8 @@ struct GeneratorOptions {
 
 struct TokenEvent {
   TokenId token_id = 0;
-  std::string text;  // what may be shown now: whole UTF-8 characters, nothing of a stop string or its possible beginning
+  std::string
+      text;  // what may be shown now: whole UTF-8 characters, nothing of a stop string or its possible beginning
   TokenLogprob logprob;  // filled when asked for
   FinishReason finish = FinishReason::kNone;
 };
@@ -32,8 +33,8 @@ struct GenerateResult {
   std::vector<TokenLogprob> logprobs;
   FinishReason finish = FinishReason::kNone;
   int64_t prompt_tokens = 0;
-  double ttft_ms = 0;  // from the call to the first token
-  double tpot_ms = 0;  // mean time a token after the first; 0 with fewer than two tokens
+  double ttft_ms = 0;    // from the call to the first token
+  double tpot_ms = 0;    // mean time a token after the first; 0 with fewer than two tokens
   double encode_ms = 0;  // vision encoder and projector
 };
 
@@ -50,8 +51,8 @@ class Generator {
   virtual SamplingParams default_sampling() const = 0;
   virtual std::string device_name() const = 0;
 
-  // Calls `on_token` for each token in order; false from it cancels (finish kNone, OK). The prompt must leave room for one
-  // token, else InvalidArgument naming the limit.
+  // Calls `on_token` for each token in order; false from it cancels (finish kNone, OK). The prompt must leave room for
+  // one token, else InvalidArgument naming the limit.
   virtual absl::StatusOr<GenerateResult> generate(const Prompt& prompt, const SamplingParams& sampling,
                                                   const std::function<bool(const TokenEvent&)>& on_token) = 0;
 };

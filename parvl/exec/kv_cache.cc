@@ -11,11 +11,13 @@
 namespace parvl {
 namespace {
 
-at::Tensor to_device(const std::vector<int64_t>& values, at::Device device) { return at::tensor(values, at::kLong).to(device); }
+at::Tensor to_device(const std::vector<int64_t>& values, at::Device device) {
+  return at::tensor(values, at::kLong).to(device);
+}
 
 template <typename T>
-void decode_heads(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const std::vector<int32_t>& table, int64_t length,
-                  const at::Tensor& out) {
+void decode_heads(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                  const std::vector<int32_t>& table, int64_t length, const at::Tensor& out) {
   kernels::Pages<T> pages;
   pages.keys = static_cast<const T*>(keys.data_ptr());
   pages.values = static_cast<const T*>(values.data_ptr());
@@ -26,7 +28,8 @@ void decode_heads(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
   pages.length = length;
   const int64_t heads = q.size(1), grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, length * pages.dim));
   at::parallel_for(0, heads, grain, [&](int64_t begin, int64_t end) {
-    kernels::paged_attention_decode<T>(static_cast<const T*>(q.data_ptr()), pages, static_cast<T*>(out.data_ptr()), heads, begin, end);
+    kernels::paged_attention_decode<T>(static_cast<const T*>(q.data_ptr()), pages, static_cast<T*>(out.data_ptr()),
+                                       heads, begin, end);
   });
 }
 
@@ -57,7 +60,8 @@ void CachedAttention::begin(int64_t tokens) {
   const int64_t end = length_ + tokens, size = KvPages::kBlockSize;
   pages_.reserve((end + size - 1) / size);
   // One sequence owns all pages for now, so its logical blocks are the physical ones.
-  while (static_cast<int64_t>(block_table_.size()) * size < end) block_table_.push_back(static_cast<int32_t>(block_table_.size()));
+  while (static_cast<int64_t>(block_table_.size()) * size < end)
+    block_table_.push_back(static_cast<int32_t>(block_table_.size()));
   std::vector<int64_t> blocks, offsets;
   for (int64_t position = length_; position < end; ++position) {
     blocks.push_back(block_table_[static_cast<size_t>(position / size)]);
@@ -78,7 +82,8 @@ void CachedAttention::write(int64_t layer, const at::Tensor& k_TKD, const at::Te
   values.index_put_(where, v_TKD);
 }
 
-at::Tensor CachedAttention::attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) {
+at::Tensor CachedAttention::attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD,
+                                   const at::Tensor& v_TKD) {
   PARVL_CHECK(q_TND.size(0) == pending_, "the cache was prepared for another number of tokens");
   write(layer, k_TKD, v_TKD);
   if (length_ == 0) return packed_attention(q_TND, k_TKD, v_TKD, layout_, /*causal=*/true);
@@ -114,9 +119,9 @@ at::Tensor CachedAttention::attend_gathered(int64_t layer, const at::Tensor& q_T
     const auto options = block_table_tensor_.options();
     mask = at::arange(total, options).unsqueeze(0).le(at::arange(length_, total, options).unsqueeze(1));
   }
-  const at::Tensor out = at::scaled_dot_product_attention(q_TND.transpose(0, 1).unsqueeze(0), gather(pages_.keys(layer)),
-                                                          gather(pages_.values(layer)),
-                                                          mask.defined() ? std::optional<at::Tensor>(mask) : std::nullopt);
+  const at::Tensor out = at::scaled_dot_product_attention(
+      q_TND.transpose(0, 1).unsqueeze(0), gather(pages_.keys(layer)), gather(pages_.values(layer)),
+      mask.defined() ? std::optional<at::Tensor>(mask) : std::nullopt);
   return out.squeeze(0).transpose(0, 1).contiguous();
 }
 

@@ -1,4 +1,5 @@
-// Keys and values of one sequence in pages, ready to be shared by many sequences later: head-major blocks and a block table.
+// Keys and values of one sequence in pages, ready to be shared by many sequences later: head-major blocks and a block
+// table.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -34,8 +34,9 @@ __device__ Acc sigmoid(Acc x) {
 
 // One thread a pair.
 template <typename T>
-__global__ void rotary_kernel(const T* x, int64_t stride, const typename WideOf<T>::type* cos, const typename WideOf<T>::type* sin, T* y,
-                              int64_t pairs, int64_t heads, int64_t half, bool inverse) {
+__global__ void rotary_kernel(const T* x, int64_t stride, const typename WideOf<T>::type* cos,
+                              const typename WideOf<T>::type* sin, T* y, int64_t pairs, int64_t heads, int64_t half,
+                              bool inverse) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= pairs) return;
   const int64_t f = i % half, head = i / half % heads, row = i / half / heads;
@@ -107,26 +108,29 @@ T* out(void* p, T*) {
   return static_cast<T*>(p);
 }
 
-int rotary(Element type, const void* x, int64_t stride, const void* cos, const void* sin, void* y, int64_t rows, int64_t heads, int64_t dim,
-           bool inverse, void* stream) {
+int rotary(Element type, const void* x, int64_t stride, const void* cos, const void* sin, void* y, int64_t rows,
+           int64_t heads, int64_t dim, bool inverse, void* stream) {
   const int64_t pairs = rows * heads * dim / 2;
   return dispatch(type, pairs, [&]<typename T>(T* t) {
     using Acc = typename WideOf<T>::type;
     rotary_kernel<T><<<blocks(pairs), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        in(x, t), stride, static_cast<const Acc*>(cos), static_cast<const Acc*>(sin), out(y, t), pairs, heads, dim / 2, inverse);
+        in(x, t), stride, static_cast<const Acc*>(cos), static_cast<const Acc*>(sin), out(y, t), pairs, heads, dim / 2,
+        inverse);
   });
 }
 
 int swiglu(Element type, const void* gate, const void* up, void* y, int64_t count, void* stream) {
   return dispatch(type, count, [&]<typename T>(T* t) {
-    swiglu_kernel<T><<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(gate, t), in(up, t), out(y, t), count);
+    swiglu_kernel<T>
+        <<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(gate, t), in(up, t), out(y, t), count);
   });
 }
 
-int swiglu_backward(Element type, const void* dy, const void* gate, const void* up, void* dgate, void* dup, int64_t count, void* stream) {
+int swiglu_backward(Element type, const void* dy, const void* gate, const void* up, void* dgate, void* dup,
+                    int64_t count, void* stream) {
   return dispatch(type, count, [&]<typename T>(T* t) {
-    swiglu_backward_kernel<T><<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(dy, t), in(gate, t), in(up, t),
-                                                                                             out(dgate, t), out(dup, t), count);
+    swiglu_backward_kernel<T><<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        in(dy, t), in(gate, t), in(up, t), out(dgate, t), out(dup, t), count);
   });
 }
 
@@ -138,7 +142,8 @@ int quick_gelu(Element type, const void* x, void* y, int64_t count, void* stream
 
 int quick_gelu_backward(Element type, const void* dy, const void* x, void* dx, int64_t count, void* stream) {
   return dispatch(type, count, [&]<typename T>(T* t) {
-    quick_gelu_backward_kernel<T><<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(dy, t), in(x, t), out(dx, t), count);
+    quick_gelu_backward_kernel<T>
+        <<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(dy, t), in(x, t), out(dx, t), count);
   });
 }
 

@@ -9,9 +9,11 @@ namespace parvl::kernels {
 
 constexpr int64_t kGemvMaxRows = 4;
 
-// x [rows, k] widened to float32, w [n, k] row-major, y [rows, n]; computes outputs [begin, end) of n for every row, so that
-// threads can share the work. bias [n] or null. T: float or BFloat16; products and sums in float32. rows ≤ kGemvMaxRows.
+// x [rows, k] widened to float32, w [n, k] row-major, y [rows, n]; computes outputs [begin, end) of n for every row, so
+// that threads can share the work. bias [n] or null. T: float or BFloat16; products and sums in float32. rows ≤
+// kGemvMaxRows.
 template <typename T>
-void gemv(const float* x, const T* w, const T* bias, T* y, int64_t rows, int64_t n, int64_t k, int64_t begin, int64_t end);
+void gemv(const float* x, const T* w, const T* bias, T* y, int64_t rows, int64_t n, int64_t k, int64_t begin,
+          int64_t end);
 
 }  // namespace parvl::kernels

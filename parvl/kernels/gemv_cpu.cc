@@ -26,8 +26,8 @@ inline __attribute__((always_inline)) void dot_rows(const float* x, const T* w, 
 }
 
 template <typename T, int Rows>
-inline __attribute__((always_inline)) void gemv_rows(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k,
-                                                     int64_t begin, int64_t end) {
+inline __attribute__((always_inline)) void gemv_rows(const float* x, const T* w, const T* bias, T* y, int64_t n,
+                                                     int64_t k, int64_t begin, int64_t end) {
   for (int64_t o = begin; o < end; ++o) {
     float out[Rows];
     dot_rows<T, Rows>(x, w + o * k, k, out);
@@ -35,9 +35,10 @@ inline __attribute__((always_inline)) void gemv_rows(const float* x, const T* w,
   }
 }
 
-#define PARVL_GEMV(T, ROWS, NAME)                                                                                     \
-  PARVL_SIMD void NAME(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k, int64_t begin, int64_t end) { \
-    gemv_rows<T, ROWS>(x, w, bias, y, n, k, begin, end);                                                              \
+#define PARVL_GEMV(T, ROWS, NAME)                                                                            \
+  PARVL_SIMD void NAME(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k, int64_t begin, \
+                       int64_t end) {                                                                        \
+    gemv_rows<T, ROWS>(x, w, bias, y, n, k, begin, end);                                                     \
   }
 PARVL_GEMV(float, 1, gemv_f32_1)
 PARVL_GEMV(float, 2, gemv_f32_2)
@@ -51,15 +52,16 @@ PARVL_GEMV(BFloat16, 4, gemv_bf16_4)
 
 // Rows that are no power of two go as 2 + 1.
 template <>
-void gemv(const float* x, const float* w, const float* bias, float* y, int64_t rows, int64_t n, int64_t k, int64_t begin, int64_t end) {
+void gemv(const float* x, const float* w, const float* bias, float* y, int64_t rows, int64_t n, int64_t k,
+          int64_t begin, int64_t end) {
   if (rows == 4) return gemv_f32_4(x, w, bias, y, n, k, begin, end);
   if (rows >= 2) gemv_f32_2(x, w, bias, y, n, k, begin, end);
   if (rows % 2 == 1) gemv_f32_1(x + (rows - 1) * k, w, bias, y + (rows - 1) * n, n, k, begin, end);
 }
 
 template <>
-void gemv(const float* x, const BFloat16* w, const BFloat16* bias, BFloat16* y, int64_t rows, int64_t n, int64_t k, int64_t begin,
-          int64_t end) {
+void gemv(const float* x, const BFloat16* w, const BFloat16* bias, BFloat16* y, int64_t rows, int64_t n, int64_t k,
+          int64_t begin, int64_t end) {
   if (rows == 4) return gemv_bf16_4(x, w, bias, y, n, k, begin, end);
   if (rows >= 2) gemv_bf16_2(x, w, bias, y, n, k, begin, end);
   if (rows % 2 == 1) gemv_bf16_1(x + (rows - 1) * k, w, bias, y + (rows - 1) * n, n, k, begin, end);

@@ -13,7 +13,7 @@ void rms_norm(const T* x, const T* weight, T* y, WideT<T>* rstd, double eps, int
 
 // dx for rows [begin, end); adds Σ over those rows of dy · x · rstd into dweight [size] when that is not null.
 template <typename T>
-void rms_norm_backward(const T* dy, const T* x, const T* weight, const WideT<T>* rstd, T* dx, WideT<T>* dweight, int64_t size,
-                       int64_t begin, int64_t end);
+void rms_norm_backward(const T* dy, const T* x, const T* weight, const WideT<T>* rstd, T* dx, WideT<T>* dweight,
+                       int64_t size, int64_t begin, int64_t end);
 
 }  // namespace parvl::kernels

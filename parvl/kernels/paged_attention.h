@@ -18,12 +18,13 @@ struct Pages {
   const int32_t* block_table = nullptr;  // the sequence's blocks in order
   int64_t block_size = 0;                // ≤ kPagedMaxBlock
   int64_t kv_heads = 0;
-  int64_t dim = 0;  // ≤ kPagedMaxDim
+  int64_t dim = 0;     // ≤ kPagedMaxDim
   int64_t length = 0;  // tokens in the cache, the new one included
 };
 
-// q, out [heads, dim]; heads [begin, end). softmax(q kᵀ / √dim) v in float32 (float64 for double), one pass with a running
-// maximum (Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018). T: float, double or BFloat16.
+// q, out [heads, dim]; heads [begin, end). softmax(q kᵀ / √dim) v in float32 (float64 for double), one pass with a
+// running maximum (Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018). T: float, double or
+// BFloat16.
 template <typename T>
 void paged_attention_decode(const T* q, const Pages<T>& pages, T* out, int64_t heads, int64_t begin, int64_t end);
 

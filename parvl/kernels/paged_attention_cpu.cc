@@ -1,8 +1,8 @@
-#include "parvl/kernels/paged_attention.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
+
+#include "parvl/kernels/paged_attention.h"
 
 namespace parvl::kernels {
 namespace {
@@ -34,7 +34,8 @@ inline __attribute__((always_inline)) void one_head(const T* q, const Pages<T>& 
   Acc maximum = -std::numeric_limits<Acc>::infinity(), total = 0;
   for (int64_t start = 0; start < pages.length; start += pages.block_size) {
     const int64_t count = std::min(pages.block_size, pages.length - start);
-    const int64_t page = (pages.block_table[start / pages.block_size] * pages.kv_heads + kv_head) * pages.block_size * dim;
+    const int64_t page =
+        (pages.block_table[start / pages.block_size] * pages.kv_heads + kv_head) * pages.block_size * dim;
     Acc block_maximum = maximum;
     for (int64_t t = 0; t < count; ++t) {
       scores[t] = dot<T>(scaled, pages.keys + page + t * dim, dim);
@@ -55,33 +56,41 @@ inline __attribute__((always_inline)) void one_head(const T* q, const Pages<T>& 
 }
 
 template <typename T>
-inline __attribute__((always_inline)) void decode(const T* q, const Pages<T>& pages, T* out, int64_t heads, int64_t begin, int64_t end) {
+inline __attribute__((always_inline)) void decode(const T* q, const Pages<T>& pages, T* out, int64_t heads,
+                                                  int64_t begin, int64_t end) {
   const int64_t group = heads / pages.kv_heads;
-  for (int64_t head = begin; head < end; ++head) one_head<T>(q + head * pages.dim, pages, out + head * pages.dim, head / group);
+  for (int64_t head = begin; head < end; ++head)
+    one_head<T>(q + head * pages.dim, pages, out + head * pages.dim, head / group);
 }
 
-PARVL_SIMD void decode_f32(const float* q, const Pages<float>& p, float* out, int64_t heads, int64_t begin, int64_t end) {
+PARVL_SIMD void decode_f32(const float* q, const Pages<float>& p, float* out, int64_t heads, int64_t begin,
+                           int64_t end) {
   decode<float>(q, p, out, heads, begin, end);
 }
-PARVL_SIMD void decode_f64(const double* q, const Pages<double>& p, double* out, int64_t heads, int64_t begin, int64_t end) {
+PARVL_SIMD void decode_f64(const double* q, const Pages<double>& p, double* out, int64_t heads, int64_t begin,
+                           int64_t end) {
   decode<double>(q, p, out, heads, begin, end);
 }
-PARVL_SIMD void decode_bf16(const BFloat16* q, const Pages<BFloat16>& p, BFloat16* out, int64_t heads, int64_t begin, int64_t end) {
+PARVL_SIMD void decode_bf16(const BFloat16* q, const Pages<BFloat16>& p, BFloat16* out, int64_t heads, int64_t begin,
+                            int64_t end) {
   decode<BFloat16>(q, p, out, heads, begin, end);
 }
 
 }  // namespace
 
 template <>
-void paged_attention_decode(const float* q, const Pages<float>& p, float* out, int64_t heads, int64_t begin, int64_t end) {
+void paged_attention_decode(const float* q, const Pages<float>& p, float* out, int64_t heads, int64_t begin,
+                            int64_t end) {
   decode_f32(q, p, out, heads, begin, end);
 }
 template <>
-void paged_attention_decode(const double* q, const Pages<double>& p, double* out, int64_t heads, int64_t begin, int64_t end) {
+void paged_attention_decode(const double* q, const Pages<double>& p, double* out, int64_t heads, int64_t begin,
+                            int64_t end) {
   decode_f64(q, p, out, heads, begin, end);
 }
 template <>
-void paged_attention_decode(const BFloat16* q, const Pages<BFloat16>& p, BFloat16* out, int64_t heads, int64_t begin, int64_t end) {
+void paged_attention_decode(const BFloat16* q, const Pages<BFloat16>& p, BFloat16* out, int64_t heads, int64_t begin,
+                            int64_t end) {
   decode_bf16(q, p, out, heads, begin, end);
 }
 

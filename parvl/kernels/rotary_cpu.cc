@@ -4,8 +4,9 @@ namespace parvl::kernels {
 namespace {
 
 template <typename T>
-inline __attribute__((always_inline)) void turn(const T* x, int64_t stride, const WideT<T>* cos, const WideT<T>* sin, T* y,
-                                                int64_t heads, int64_t dim, bool inverse, int64_t begin, int64_t end) {
+inline __attribute__((always_inline)) void turn(const T* x, int64_t stride, const WideT<T>* cos, const WideT<T>* sin,
+                                                T* y, int64_t heads, int64_t dim, bool inverse, int64_t begin,
+                                                int64_t end) {
   using Acc = WideT<T>;
   const int64_t half = dim / 2;
   const Acc sign = inverse ? -1 : 1;
@@ -23,10 +24,10 @@ inline __attribute__((always_inline)) void turn(const T* x, int64_t stride, cons
   }
 }
 
-#define PARVL_ROTARY(T, NAME)                                                                                              \
-  PARVL_SIMD void NAME(const T* x, int64_t stride, const WideT<T>* cos, const WideT<T>* sin, T* y, int64_t heads, int64_t dim, \
-                       bool inverse, int64_t begin, int64_t end) {                                                         \
-    turn<T>(x, stride, cos, sin, y, heads, dim, inverse, begin, end);                                                      \
+#define PARVL_ROTARY(T, NAME)                                                                                     \
+  PARVL_SIMD void NAME(const T* x, int64_t stride, const WideT<T>* cos, const WideT<T>* sin, T* y, int64_t heads, \
+                       int64_t dim, bool inverse, int64_t begin, int64_t end) {                                   \
+    turn<T>(x, stride, cos, sin, y, heads, dim, inverse, begin, end);                                             \
   }
 PARVL_ROTARY(float, rotary_f32)
 PARVL_ROTARY(double, rotary_f64)
@@ -35,11 +36,11 @@ PARVL_ROTARY(BFloat16, rotary_bf16)
 
 }  // namespace
 
-#define PARVL_ROTARY(T, NAME)                                                                                              \
-  template <>                                                                                                              \
-  void rotary(const T* x, int64_t stride, const WideT<T>* cos, const WideT<T>* sin, T* y, int64_t heads, int64_t dim, bool inverse, \
-              int64_t begin, int64_t end) {                                                                                \
-    NAME(x, stride, cos, sin, y, heads, dim, inverse, begin, end);                                                         \
+#define PARVL_ROTARY(T, NAME)                                                                                         \
+  template <>                                                                                                         \
+  void rotary(const T* x, int64_t stride, const WideT<T>* cos, const WideT<T>* sin, T* y, int64_t heads, int64_t dim, \
+              bool inverse, int64_t begin, int64_t end) {                                                             \
+    NAME(x, stride, cos, sin, y, heads, dim, inverse, begin, end);                                                    \
   }
 PARVL_ROTARY(float, rotary_f32)
 PARVL_ROTARY(double, rotary_f64)

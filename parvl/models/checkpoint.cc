@@ -14,7 +14,8 @@ bool exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0;
 
 at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const TensorEntry& entry, at::ScalarType type) {
   void* data = const_cast<char*>(file->bytes().data()) + entry.offset;
-  return at::from_blob(data, entry.shape, [file](void*) {}, at::TensorOptions().dtype(type));
+  return at::from_blob(
+      data, entry.shape, [file](void*) {}, at::TensorOptions().dtype(type));
 }
 
 std::string shape_text(const std::vector<int64_t>& sizes) {
@@ -29,7 +30,8 @@ absl::Status check_fits(const Param& param, const TensorEntry& entry) {
   if (!dtype.ok()) return with_context(dtype.status(), absl::StrCat("tensor ", excerpt(entry.name, 200)));
   const auto& shape = param.checkpoint_shape.empty() ? param.shape : param.checkpoint_shape;
   if (entry.shape == shape) return absl::OkStatus();
-  return invalid("tensor ", excerpt(entry.name, 200), " has shape ", shape_text(entry.shape), ", the configuration says ", shape_text(shape));
+  return invalid("tensor ", excerpt(entry.name, 200), " has shape ", shape_text(entry.shape),
+                 ", the configuration says ", shape_text(shape));
 }
 
 void fill(Param& param, const StoredTensor& stored) {
@@ -46,11 +48,13 @@ bool is_known_buffer(const std::string& name) {
   return name.size() >= 9 && name.compare(name.size() - 9, 9, ".inv_freq") == 0;
 }
 
-absl::Status save_file(const std::string& path, const std::vector<std::pair<std::string, const Param*>>& tensors, DType dtype) {
+absl::Status save_file(const std::string& path, const std::vector<std::pair<std::string, const Param*>>& tensors,
+                       DType dtype) {
   std::vector<TensorEntry> entries;
   for (const auto& [name, param] : tensors) {
     const auto& shape = param->checkpoint_shape.empty() ? param->shape : param->checkpoint_shape;
-    entries.push_back({name, safetensors_dtype(dtype), shape, 0, static_cast<uint64_t>(param->numel() * dtype_bytes(dtype))});
+    entries.push_back(
+        {name, safetensors_dtype(dtype), shape, 0, static_cast<uint64_t>(param->numel() * dtype_bytes(dtype))});
   }
   PARVL_ASSIGN_OR_RETURN(auto writer, FileWriter::create(path));
   const std::string header = make_safetensors_header(entries);
@@ -96,7 +100,8 @@ absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, cons
   }
   for (const auto& [name, tensor] : stored) {
     if (used.count(name) || is_known_buffer(name)) continue;
-    return invalid(dir, " holds a tensor ", excerpt(name, 200), " that a ", model.spec().model_type, " model has no place for");
+    return invalid(dir, " holds a tensor ", excerpt(name, 200), " that a ", model.spec().model_type,
+                   " model has no place for");
   }
   return out;
 }

@@ -9,9 +9,9 @@
 
 namespace parvl {
 
-// Where each parameter of `model.params().all()`, in that order, is stored in DIR (a tied one: an entry without a file), by the
-// files' headers alone: nothing has to be allocated. A parameter that is missing, has another shape or an unknown type, or a
-// tensor that no parameter takes, is an error naming it.
+// Where each parameter of `model.params().all()`, in that order, is stored in DIR (a tied one: an entry without a
+// file), by the files' headers alone: nothing has to be allocated. A parameter that is missing, has another shape or an
+// unknown type, or a tensor that no parameter takes, is an error naming it.
 absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, const std::string& dir);
 
 // Fills the model's allocated parameters (value, and master where that is its own tensor) from DIR, converting dtypes.
@@ -24,8 +24,8 @@ struct SaveOptions {
   int64_t max_shard_bytes = int64_t{4} << 30;
 };
 
-// Writes a Hugging Face directory that transformers loads: config.json with the dtype, model.safetensors (or shards and their
-// index). `dir` must exist and be empty; nothing is renamed here: the caller publishes the directory.
+// Writes a Hugging Face directory that transformers loads: config.json with the dtype, model.safetensors (or shards and
+// their index). `dir` must exist and be empty; nothing is renamed here: the caller publishes the directory.
 absl::Status save_weights(const Model& model, const std::string& dir, const SaveOptions& options);
 
 }  // namespace parvl

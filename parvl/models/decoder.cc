@@ -7,13 +7,14 @@
 namespace parvl {
 namespace {
 
-// Llama 3.1's scaling: wavelengths beyond the original context are slowed by `factor`, those well inside it kept, and the band
-// between them interpolated (the formula of the published configuration's rope_type "llama3").
+// Llama 3.1's scaling: wavelengths beyond the original context are slowed by `factor`, those well inside it kept, and
+// the band between them interpolated (the formula of the published configuration's rope_type "llama3").
 at::Tensor llama3_scaled(const at::Tensor& inv_freq, const RopeScaling& s) {
   const at::Tensor wavelength = 2 * M_PI / inv_freq;
   const double low = s.original_max_positions / s.low_freq_factor, high = s.original_max_positions / s.high_freq_factor;
   const at::Tensor slow = at::where(wavelength > low, inv_freq / s.factor, inv_freq);
-  const at::Tensor smooth = (s.original_max_positions / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor);
+  const at::Tensor smooth =
+      (s.original_max_positions / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor);
   const at::Tensor smoothed = (1 - smooth) * slow / s.factor + smooth * slow;
   const at::Tensor between = at::logical_and(wavelength >= high, wavelength <= low);
   return at::where(between, smoothed, slow);

@@ -1,5 +1,5 @@
-// A model as three objects with named tensors between them: vision encoder → "features" → projector → "visual" → backbone.
-// Each gives its work as a list of Pieces, so that training, pipelines and serving run the same code.
+// A model as three objects with named tensors between them: vision encoder → "features" → projector → "visual" →
+// backbone. Each gives its work as a list of Pieces, so that training, pipelines and serving run the same code.
 #pragma once
 
 #include <array>
@@ -28,7 +28,8 @@ struct ImageSpan {
   Grid grid;
 };
 
-// Images → features. Reads "pixels" [P, patch_values] (patches of all images one after another), gives "features" [P, hidden].
+// Images → features. Reads "pixels" [P, patch_values] (patches of all images one after another), gives "features" [P,
+// hidden].
 class VisionEncoder {
  public:
   virtual ~VisionEncoder() = default;
@@ -51,9 +52,10 @@ struct RopePositions {
 
 // One forward's input to the backbone. Packed sequences.
 struct BackboneBatch {
-  at::Tensor ids;             // int64 [T] on the device
-  at::Tensor visual_rows;     // int64 [V]: the rows of T that the "visual" embeddings take, in order; undefined without images
-  RotaryTable rope;           // of the T tokens
+  at::Tensor ids;  // int64 [T] on the device
+  at::Tensor
+      visual_rows;   // int64 [V]: the rows of T that the "visual" embeddings take, in order; undefined without images
+  RotaryTable rope;  // of the T tokens
   std::shared_ptr<AttentionBackend> attention;
 };
 
@@ -70,7 +72,8 @@ class Backbone {
   virtual RotaryTable rope(const std::vector<std::array<int64_t, 3>>& positions, at::Device device) const = 0;
 };
 
-// A family's modules and names. Parameters have no tensors until `params().allocate`. Immutable after that while serving.
+// A family's modules and names. Parameters have no tensors until `params().allocate`. Immutable after that while
+// serving.
 class Model {
  public:
   // Builds the family's model for a specification that parse_model_spec accepted.
@@ -86,7 +89,8 @@ class Model {
 
   // Rotary positions of one sequence of `tokens` with its images in order of position.
   virtual RopePositions positions(int64_t tokens, const std::vector<ImageSpan>& images) const;
-  // The name a parameter has in a Hugging Face checkpoint as the hub's directories write it, and all spellings that are read.
+  // The name a parameter has in a Hugging Face checkpoint as the hub's directories write it, and all spellings that are
+  // read.
   virtual std::vector<std::string> checkpoint_names(const Param& param) const = 0;
 
  protected:

@@ -9,7 +9,8 @@ at::Tensor to_device(const std::vector<int64_t>& values, at::Device device) {
   return at::tensor(values, at::TensorOptions().dtype(at::kLong)).to(device);
 }
 
-at::Tensor copy_pixels(const Model& model, const std::vector<SequenceInput>& sequences, const std::vector<Grid>& grids, at::Device device) {
+at::Tensor copy_pixels(const Model& model, const std::vector<SequenceInput>& sequences, const std::vector<Grid>& grids,
+                       at::Device device) {
   const int64_t values = model.spec().vision->patch_values();
   int64_t patches = 0;
   for (const Grid& grid : grids) patches += grid.patches();

@@ -9,17 +9,17 @@ namespace parvl {
 
 struct SequenceInput {
   std::vector<int32_t> ids;
-  std::vector<ImageSpan> images;    // in order of position
+  std::vector<ImageSpan> images;     // in order of position
   std::vector<const float*> pixels;  // per image: [grid.patches() · patch_values], borrowed until pack returns
-  std::vector<uint8_t> is_target;   // per token, or empty: token i is learned from position i − 1
+  std::vector<uint8_t> is_target;    // per token, or empty: token i is learned from position i − 1
 };
 
 struct PackedBatch {
   std::vector<Grid> grids;  // of all images, in packed order
   at::Tensor pixels;        // [P, patch_values] float32 on the device; undefined without images
   BackboneBatch backbone;
-  at::Tensor loss_rows;     // int64 [R]: rows whose output predicts a target
-  at::Tensor targets;       // int64 [R]
+  at::Tensor loss_rows;  // int64 [R]: rows whose output predicts a target
+  at::Tensor targets;    // int64 [R]
   int64_t tokens = 0;
   int64_t num_targets = 0;
 };

@@ -1,4 +1,5 @@
-// Qwen2.5-VL: a ViT with window attention in most layers (RMSNorm, gated SiLU), a merging projector, a Qwen2 decoder with M-RoPE.
+// Qwen2.5-VL: a ViT with window attention in most layers (RMSNorm, gated SiLU), a merging projector, a Qwen2 decoder
+// with M-RoPE.
 #include <algorithm>
 
 #include "parvl/models/decoder.h"
@@ -24,7 +25,8 @@ Windows make_windows(const VisionSpec& spec, const std::vector<Grid>& grids) {
         for (int64_t left = 0; left < columns; left += side) {
           const int64_t bottom = std::min(top + side, rows), right = std::min(left + side, columns);
           for (int64_t row = top; row < bottom; ++row) {
-            for (int64_t column = left; column < right; ++column) out.merged_order.push_back(base + row * columns + column);
+            for (int64_t column = left; column < right; ++column)
+              out.merged_order.push_back(base + row * columns + column);
           }
           out.lengths.push_back((bottom - top) * (right - left) * spec.merge * spec.merge);
         }
@@ -63,17 +65,18 @@ class Qwen25VlVision : public VisionEncoder {
     const RotaryTable rope = vision_rope(spec_, positions, type == at::kDouble ? at::kDouble : at::kFloat, device);
     const SeqLayout whole(frame_lengths(grids), device), windowed(windows.lengths, device);
     std::vector<Piece> out;
-    out.push_back({"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, type, order_P](const Bundle& in) {
-                     return Bundle{{"features", patch_embed_(in.at("pixels").index_select(0, order_P).to(type))}};
-                   }});
+    out.push_back(
+        {"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, type, order_P](const Bundle& in) {
+           return Bundle{{"features", patch_embed_(in.at("pixels").index_select(0, order_P).to(type))}};
+         }});
     const auto& full = spec_.full_attention_layers;
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const bool sees_all = std::find(full.begin(), full.end(), static_cast<int64_t>(i)) != full.end();
       const std::string name = "vision_encoder.blocks." + std::to_string(i);
-      out.push_back({name, {name + "."},
-                     [&block = blocks_[i], rope, layout = sees_all ? whole : windowed](const Bundle& in) {
-                       return Bundle{{"features", block(in.at("features"), rope, layout)}};
-                     }});
+      out.push_back(
+          {name, {name + "."}, [&block = blocks_[i], rope, layout = sees_all ? whole : windowed](const Bundle& in) {
+             return Bundle{{"features", block(in.at("features"), rope, layout)}};
+           }});
     }
     return out;
   }
@@ -97,10 +100,10 @@ class Qwen25Vl : public Model {
   }
 
   std::vector<std::string> checkpoint_names(const Param& param) const override {
-    static const NameParts kParts = {{"patch_embed.", "patch_embed.proj."},  {".attn_norm.", ".norm1."},
-                                     {".mlp_norm.", ".norm2."},              {".attn.out.", ".attn.proj."},
-                                     {".mlp.gate.", ".mlp.gate_proj."},      {".mlp.up.", ".mlp.up_proj."},
-                                     {".mlp.down.", ".mlp.down_proj."}};
+    static const NameParts kParts = {
+        {"patch_embed.", "patch_embed.proj."}, {".attn_norm.", ".norm1."},        {".mlp_norm.", ".norm2."},
+        {".attn.out.", ".attn.proj."},         {".mlp.gate.", ".mlp.gate_proj."}, {".mlp.up.", ".mlp.up_proj."},
+        {".mlp.down.", ".mlp.down_proj."}};
     return vl_checkpoint_names(param, kParts);
   }
 };

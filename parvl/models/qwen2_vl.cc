@@ -1,4 +1,5 @@
-// Qwen2-VL: a ViT with full attention in each image (LayerNorm, quick GELU), a merging projector, a Qwen2 decoder with M-RoPE.
+// Qwen2-VL: a ViT with full attention in each image (LayerNorm, quick GELU), a merging projector, a Qwen2 decoder with
+// M-RoPE.
 #include "parvl/models/decoder.h"
 #include "parvl/models/vision.h"
 
@@ -14,7 +15,8 @@ class Qwen2VlVision : public VisionEncoder {
 
   std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const override {
     const at::ScalarType type = patch_embed_.weight->value.scalar_type();
-    const RotaryTable rope = vision_rope(spec_, patch_positions(grids, spec_.merge), type == at::kDouble ? at::kDouble : at::kFloat, device);
+    const RotaryTable rope =
+        vision_rope(spec_, patch_positions(grids, spec_.merge), type == at::kDouble ? at::kDouble : at::kFloat, device);
     const SeqLayout layout(frame_lengths(grids), device);
     std::vector<Piece> out;
     out.push_back({"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, type](const Bundle& in) {
@@ -22,8 +24,7 @@ class Qwen2VlVision : public VisionEncoder {
                    }});
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const std::string name = "vision_encoder.blocks." + std::to_string(i);
-      out.push_back({name, {name + "."},
-                     [&block = blocks_[i], rope, layout](const Bundle& in) {
+      out.push_back({name, {name + "."}, [&block = blocks_[i], rope, layout](const Bundle& in) {
                        return Bundle{{"features", block(in.at("features"), rope, layout)}};
                      }});
     }
@@ -49,8 +50,9 @@ class Qwen2Vl : public Model {
   }
 
   std::vector<std::string> checkpoint_names(const Param& param) const override {
-    static const NameParts kParts = {{"patch_embed.", "patch_embed.proj."}, {".attn_norm.", ".norm1."}, {".mlp_norm.", ".norm2."},
-                                     {".attn.out.", ".attn.proj."},         {".mlp.up.", ".mlp.fc1."},  {".mlp.down.", ".mlp.fc2."}};
+    static const NameParts kParts = {
+        {"patch_embed.", "patch_embed.proj."}, {".attn_norm.", ".norm1."}, {".mlp_norm.", ".norm2."},
+        {".attn.out.", ".attn.proj."},         {".mlp.up.", ".mlp.fc1."},  {".mlp.down.", ".mlp.fc2."}};
     return vl_checkpoint_names(param, kParts);
   }
 };

@@ -62,7 +62,8 @@ absl::StatusOr<TensorEntry> parse_entry(const std::string& name, const Json& val
     entry.shape.push_back(size.get<int64_t>());
     if (__builtin_mul_overflow(bytes, size.get<uint64_t>(), &bytes)) return bad("is larger than any file");
   }
-  if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() || !offsets[1].is_number_unsigned()) {
+  if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
+      !offsets[1].is_number_unsigned()) {
     return bad("has malformed data_offsets");
   }
   const uint64_t begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
@@ -86,7 +87,8 @@ absl::StatusOr<std::vector<TensorEntry>> read_safetensors_header(std::string_vie
   auto header = parse_json(file.substr(8, length), name + " header", {.max_bytes = kMaxHeader, .max_depth = 8});
   if (!header.ok()) return header.status();
   if (!header->is_object()) return invalid(name, ": the header is not a JSON object");
-  if (count_names(file.substr(8, length)) != header->size()) return invalid(name, ": its header has a tensor's name twice");
+  if (count_names(file.substr(8, length)) != header->size())
+    return invalid(name, ": its header has a tensor's name twice");
   const uint64_t data_begin = 8 + length;
   std::vector<TensorEntry> out;
   for (const auto& [key, value] : header->items()) {
@@ -95,10 +97,13 @@ absl::StatusOr<std::vector<TensorEntry>> read_safetensors_header(std::string_vie
     if (!entry.ok()) return context(entry.status());
     out.push_back(*std::move(entry));
   }
-  std::sort(out.begin(), out.end(), [](const TensorEntry& a, const TensorEntry& b) { return std::tie(a.offset, a.bytes) < std::tie(b.offset, b.bytes); });
+  std::sort(out.begin(), out.end(), [](const TensorEntry& a, const TensorEntry& b) {
+    return std::tie(a.offset, a.bytes) < std::tie(b.offset, b.bytes);
+  });
   uint64_t next = 0;
   for (TensorEntry& entry : out) {
-    if (entry.offset != next) return invalid(name, ": tensor ", excerpt(entry.name, 200), " overlaps another or leaves a gap");
+    if (entry.offset != next)
+      return invalid(name, ": tensor ", excerpt(entry.name, 200), " overlaps another or leaves a gap");
     next = entry.offset + entry.bytes;
     entry.offset += data_begin;
   }
@@ -132,7 +137,8 @@ std::string make_safetensors_header(std::vector<TensorEntry>& tensors) {
   header["__metadata__"] = {{"format", "pt"}};
   uint64_t offset = 0;
   for (TensorEntry& tensor : tensors) {
-    header[tensor.name] = {{"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {offset, offset + tensor.bytes}}};
+    header[tensor.name] = {
+        {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {offset, offset + tensor.bytes}}};
     tensor.offset = offset;
     offset += tensor.bytes;
   }

@@ -19,8 +19,8 @@ struct TensorEntry {
   uint64_t bytes = 0;
 };
 
-// Reads and checks the header of a whole file in memory (a mapping): lengths within the file, offsets in order without gaps or
-// overlap, sizes that match shape and dtype, no name twice. `name` is the file's in messages.
+// Reads and checks the header of a whole file in memory (a mapping): lengths within the file, offsets in order without
+// gaps or overlap, sizes that match shape and dtype, no name twice. `name` is the file's in messages.
 absl::StatusOr<std::vector<TensorEntry>> read_safetensors_header(std::string_view file, const std::string& name);
 
 // "F32" etc. for a dtype, and back (an integer or 8-bit type is an error that names it).

@@ -56,8 +56,8 @@ std::vector<std::pair<int64_t, int64_t>> patch_positions(const std::vector<Grid>
   return out;
 }
 
-RotaryTable vision_rope(const VisionSpec& spec, const std::vector<std::pair<int64_t, int64_t>>& positions, at::ScalarType type,
-                        at::Device device) {
+RotaryTable vision_rope(const VisionSpec& spec, const std::vector<std::pair<int64_t, int64_t>>& positions,
+                        at::ScalarType type, at::Device device) {
   const int64_t axis_dim = spec.head_dim() / 2;
   const at::Tensor exponent = at::arange(0, axis_dim, 2, type) / static_cast<double>(axis_dim);
   const at::Tensor inv_freq = at::pow(at::Scalar(spec.rope_theta), exponent).reciprocal();
@@ -104,7 +104,8 @@ RopePositions mrope_positions(int64_t tokens, const std::vector<ImageSpan>& imag
 }
 
 std::vector<std::string> vl_checkpoint_names(const Param& param, const NameParts& vision_parts) {
-  static const NameParts kMergerParts = {{"norm.", "merger.ln_q."}, {"fc1.", "merger.mlp.0."}, {"fc2.", "merger.mlp.2."}};
+  static const NameParts kMergerParts = {
+      {"norm.", "merger.ln_q."}, {"fc1.", "merger.mlp.0."}, {"fc2.", "merger.mlp.2."}};
   if (param.module == Module::kBackbone) {
     const std::string inside = decoder_checkpoint_name(param.name);
     if (inside.empty()) return {"lm_head.weight"};
@@ -136,7 +137,8 @@ VisionBlock make_vision_block(ParamTable& params, const VisionSpec& spec, int64_
   block.out = make_linear(params, m, prefix + "attn.out", spec.hidden, spec.hidden, true, Split::kRow);
   block.mlp_norm = make_norm(params, m, prefix + "mlp_norm", spec.hidden, 1e-6, layer_norm);
   block.mlp.activation = spec.activation;
-  if (gated) block.mlp.gate = make_linear(params, m, prefix + "mlp.gate", spec.hidden, spec.intermediate, true, Split::kColumn);
+  if (gated)
+    block.mlp.gate = make_linear(params, m, prefix + "mlp.gate", spec.hidden, spec.intermediate, true, Split::kColumn);
   block.mlp.up = make_linear(params, m, prefix + "mlp.up", spec.hidden, spec.intermediate, true, Split::kColumn);
   block.mlp.down = make_linear(params, m, prefix + "mlp.down", spec.intermediate, spec.hidden, true, Split::kRow);
   return block;

@@ -13,20 +13,20 @@ namespace parvl {
 std::vector<std::pair<int64_t, int64_t>> patch_positions(const std::vector<Grid>& grids, int64_t merge);
 
 // Angles over two axes: the first quarter of a head's pairs turns with the row, the second with the column.
-RotaryTable vision_rope(const VisionSpec& spec, const std::vector<std::pair<int64_t, int64_t>>& positions, at::ScalarType type,
-                        at::Device device);
+RotaryTable vision_rope(const VisionSpec& spec, const std::vector<std::pair<int64_t, int64_t>>& positions,
+                        at::ScalarType type, at::Device device);
 
 // One sequence a frame.
 std::vector<int64_t> frame_lengths(const std::vector<Grid>& grids);
 
-// norm → join merge² neighbours → linear → GELU → linear. `reorder` gives, for given grids, the order that the encoder left
-// its merged tokens in (empty: raster); the projector puts them back.
+// norm → join merge² neighbours → linear → GELU → linear. `reorder` gives, for given grids, the order that the encoder
+// left its merged tokens in (empty: raster); the projector puts them back.
 using MergedOrder = std::vector<int64_t> (*)(const VisionSpec&, const std::vector<Grid>&);
 std::unique_ptr<Projector> make_merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden, bool layer_norm,
                                        MergedOrder reorder);
 
-// Rotary positions with images: text counts on all axes; an image spreads over its merged grid from the current position, and
-// the text after it goes on from the larger side (Wang et al., "Qwen2-VL", 2024, section 2.1).
+// Rotary positions with images: text counts on all axes; an image spreads over its merged grid from the current
+// position, and the text after it goes on from the larger side (Wang et al., "Qwen2-VL", 2024, section 2.1).
 RopePositions mrope_positions(int64_t tokens, const std::vector<ImageSpan>& images, int64_t merge);
 
 // Pairs (our spelling, the checkpoint's) of parts of a name; the first that occurs is replaced.

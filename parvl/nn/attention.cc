@@ -37,14 +37,15 @@ SeqLayout::SeqLayout(std::vector<int64_t> sequence_lengths, at::Device device) :
   if (device.is_cuda()) starts = at::tensor(sums, at::kInt).to(device);
 }
 
-at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD, const SeqLayout& layout,
-                            bool causal) {
+at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
+                            const SeqLayout& layout, bool causal) {
   PARVL_CHECK(q_TND.size(0) == layout.total, "the layout does not cover the packed rows");
   const at::Tensor k_TND = repeat_heads(k_TKD, q_TND.size(1)), v_TND = repeat_heads(v_TKD, q_TND.size(1));
   if (q_TND.is_cuda() && q_TND.scalar_type() != at::kDouble && !layout.uniform()) {
     auto [out, lse, seed, offset, longest_q, longest_k] = at::_efficient_attention_forward(
-        q_TND.unsqueeze(0), k_TND.unsqueeze(0), v_TND.unsqueeze(0), /*bias=*/{}, layout.starts, layout.starts, layout.longest,
-        layout.longest, /*dropout_p=*/0.0, /*custom_mask_type=*/causal ? 1 : 0, /*compute_log_sumexp=*/at::GradMode::is_enabled());
+        q_TND.unsqueeze(0), k_TND.unsqueeze(0), v_TND.unsqueeze(0), /*bias=*/{}, layout.starts, layout.starts,
+        layout.longest, layout.longest, /*dropout_p=*/0.0, /*custom_mask_type=*/causal ? 1 : 0,
+        /*compute_log_sumexp=*/at::GradMode::is_enabled());
     return out.squeeze(0);
   }
   // Runs of equal lengths go through one call each.

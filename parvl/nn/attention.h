@@ -23,15 +23,16 @@ struct SeqLayout {
 };
 
 // softmax(q kᵀ / √D) v inside each sequence. q_TND, k_TKD, v_TKD → [T, N, D]. Differentiable.
-at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD, const SeqLayout& layout,
-                            bool causal);
+at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
+                            const SeqLayout& layout, bool causal);
 
 // Where a decoder layer's keys and values come from: only this call's (training), or a cache (serving).
 class AttentionBackend {
  public:
   virtual ~AttentionBackend() = default;
   // Causal. `layer` counts from 0 over the whole backbone.
-  virtual at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) = 0;
+  virtual at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD,
+                            const at::Tensor& v_TKD) = 0;
 };
 
 class PackedBackend : public AttentionBackend {

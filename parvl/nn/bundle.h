@@ -1,4 +1,5 @@
-// Named tensors in order: what passes between the pieces of a model ("hidden"; later DeepStack or cross-attention features).
+// Named tensors in order: what passes between the pieces of a model ("hidden"; later DeepStack or cross-attention
+// features).
 #pragma once
 
 #include <ATen/ATen.h>

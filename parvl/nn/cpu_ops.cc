@@ -47,22 +47,24 @@ int64_t grain_rows(int64_t row_size) { return std::max<int64_t>(1, kGrain / row_
 
 bool gemv_fits(const at::Tensor& x, const at::Tensor& weight) {
   const int64_t rows = x.numel() / std::max<int64_t>(1, x.size(-1));
-  return rows >= 1 && rows <= kernels::kGemvMaxRows && !x.is_cuda() && weight.is_contiguous() && weight.scalar_type() == x.scalar_type() &&
-         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+  return rows >= 1 && rows <= kernels::kGemvMaxRows && !x.is_cuda() && weight.is_contiguous() &&
+         weight.scalar_type() == x.scalar_type() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
 }
 
 template <typename T>
 void run_gemv(const at::Tensor& wide_x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y) {
   const int64_t n = weight.size(0), k = weight.size(1), rows = y.numel() / n;
   at::parallel_for(0, n, grain_rows(k), [&](int64_t begin, int64_t end) {
-    kernels::gemv<T>(data<float>(wide_x), data<T>(weight), bias.defined() ? data<T>(bias) : nullptr, data<T>(y), rows, n, k, begin, end);
+    kernels::gemv<T>(data<float>(wide_x), data<T>(weight), bias.defined() ? data<T>(bias) : nullptr, data<T>(y), rows,
+                     n, k, begin, end);
   });
 }
 
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!gemv_fits(x, weight)) return at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+  if (!gemv_fits(x, weight))
+    return at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
   auto shape = x.sizes().vec();
   shape.back() = weight.size(0);
   const at::Tensor y = at::empty(shape, x.options());
@@ -93,8 +95,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, const at::T
   return {(wide * scale).mul_(weight).to(x.scalar_type()), scale};
 }
 
-std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& input, const at::Tensor& rstd,
-                                                     const at::Tensor& weight, bool want_dw) {
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& input,
+                                                     const at::Tensor& rstd, const at::Tensor& weight, bool want_dw) {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
   const at::Tensor dx = at::empty_like(x);
@@ -105,7 +107,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
     at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
       for (int64_t p = first; p < last; ++p) {
         kernels::rms_norm_backward<T>(data<T>(dy), data<T>(x), data<T>(weight), data<WideT<T>>(rstd), data<T>(dx),
-                                      want_dw ? data<WideT<T>>(dw) + p * size : nullptr, size, p * part, std::min(rows, (p + 1) * part));
+                                      want_dw ? data<WideT<T>>(dw) + p * size : nullptr, size, p * part,
+                                      std::min(rows, (p + 1) * part));
       }
     });
   });
@@ -120,7 +123,8 @@ at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::T
   const at::Tensor y = at::empty({rows, heads, dim}, x.options());
   const bool done = with_kernel_type(x, [&]<typename T>(T) {
     at::parallel_for(0, rows, grain_rows(heads * dim), [&](int64_t begin, int64_t end) {
-      kernels::rotary<T>(data<T>(x), x.stride(0), data<WideT<T>>(cos_TF), data<WideT<T>>(sin_TF), data<T>(y), heads, dim, inverse, begin, end);
+      kernels::rotary<T>(data<T>(x), x.stride(0), data<WideT<T>>(cos_TF), data<WideT<T>>(sin_TF), data<T>(y), heads,
+                         dim, inverse, begin, end);
     });
   });
   if (done) return y;

@@ -1,4 +1,5 @@
-// CPU operations that PyTorch lacks or does in many passes: tensors around the raw-pointer kernels of kernels/. No autograd.
+// CPU operations that PyTorch lacks or does in many passes: tensors around the raw-pointer kernels of kernels/. No
+// autograd.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -23,7 +23,9 @@ kernels::Element element(const at::Tensor& x) {
   }
 }
 
-void* stream(const at::Tensor& x) { return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(x.device()).native_handle(); }
+void* stream(const at::Tensor& x) {
+  return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(x.device()).native_handle();
+}
 
 void check(int error) { TORCH_CHECK(error == 0, "a fused CUDA kernel did not launch: CUDA error ", error); }
 
@@ -32,7 +34,8 @@ void check(int error) { TORCH_CHECK(error == 0, "a fused CUDA kernel did not lau
 absl::Status load_kernels() {
   if (g_kernels.load() != nullptr) return absl::OkStatus();
   void* library = dlopen("libparvl_cuda.so", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return absl::NotFoundError("libparvl_cuda.so (built when nvcc is there) is not beside the program");
+  if (library == nullptr)
+    return absl::NotFoundError("libparvl_cuda.so (built when nvcc is there) is not beside the program");
   const void* symbol = dlsym(library, kernels::kCudaElementwiseSymbol);
   if (symbol == nullptr) return failed("libparvl_cuda.so is of another version than this program");
   g_kernels = static_cast<const kernels::CudaElementwise*>(symbol);
@@ -41,15 +44,16 @@ absl::Status load_kernels() {
 
 bool fits(const at::Tensor& x) {
   const at::ScalarType type = x.scalar_type();
-  return x.is_cuda() && g_kernels.load() != nullptr && (type == at::kFloat || type == at::kDouble || type == at::kBFloat16);
+  return x.is_cuda() && g_kernels.load() != nullptr &&
+         (type == at::kFloat || type == at::kDouble || type == at::kBFloat16);
 }
 
 at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF, bool inverse) {
   const int64_t rows = x_TND.size(0), heads = x_TND.size(1), dim = x_TND.size(2);
   const at::Tensor x = x_TND.stride(2) == 1 && (heads == 1 || x_TND.stride(1) == dim) ? x_TND : x_TND.contiguous();
   const at::Tensor y = at::empty({rows, heads, dim}, x.options());
-  check(g_kernels.load()->rotary(element(x), x.data_ptr(), x.stride(0), cos_TF.data_ptr(), sin_TF.data_ptr(), y.data_ptr(), rows, heads,
-                                 dim, inverse, stream(x)));
+  check(g_kernels.load()->rotary(element(x), x.data_ptr(), x.stride(0), cos_TF.data_ptr(), sin_TF.data_ptr(),
+                                 y.data_ptr(), rows, heads, dim, inverse, stream(x)));
   return y;
 }
 
@@ -62,8 +66,8 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& dy, const at::Tensor& gate, const at::Tensor& up) {
   const at::Tensor d = dy.contiguous(), g = gate.contiguous(), u = up.contiguous();
   const at::Tensor dgate = at::empty_like(g), dup = at::empty_like(u);
-  check(g_kernels.load()->swiglu_backward(element(g), d.data_ptr(), g.data_ptr(), u.data_ptr(), dgate.data_ptr(), dup.data_ptr(),
-                                          g.numel(), stream(g)));
+  check(g_kernels.load()->swiglu_backward(element(g), d.data_ptr(), g.data_ptr(), u.data_ptr(), dgate.data_ptr(),
+                                          dup.data_ptr(), g.numel(), stream(g)));
   return {dgate, dup};
 }
 
@@ -75,7 +79,8 @@ at::Tensor quick_gelu(const at::Tensor& x) {
 
 at::Tensor quick_gelu_backward(const at::Tensor& dy, const at::Tensor& x) {
   const at::Tensor d = dy.contiguous(), in = x.contiguous(), dx = at::empty_like(in);
-  check(g_kernels.load()->quick_gelu_backward(element(in), d.data_ptr(), in.data_ptr(), dx.data_ptr(), in.numel(), stream(in)));
+  check(g_kernels.load()->quick_gelu_backward(element(in), d.data_ptr(), in.data_ptr(), dx.data_ptr(), in.numel(),
+                                              stream(in)));
   return dx;
 }
 

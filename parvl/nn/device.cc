@@ -13,12 +13,13 @@
 namespace parvl {
 namespace {
 
-// Loads what PyTorch registers CUDA with. The library is found beside libtorch_cpu (this program's run path) or through the
-// loader's usual places.
+// Loads what PyTorch registers CUDA with. The library is found beside libtorch_cpu (this program's run path) or through
+// the loader's usual places.
 absl::Status load_cuda() {
   // PyTorch looks for CUDA once, at the first question, so nothing may ask before the library is there.
   if (dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
-    return absl::FailedPreconditionError("no GPU: the NVIDIA driver's libcuda.so.1 is not on this machine; use --device cpu");
+    return absl::FailedPreconditionError(
+        "no GPU: the NVIDIA driver's libcuda.so.1 is not on this machine; use --device cpu");
   }
   // Lazy: of the libraries it links, only those that are called need to be complete.
   if (dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_GLOBAL) == nullptr) {
@@ -76,8 +77,8 @@ double peak_flops(at::Device device, at::ScalarType type) {
     double half, single;
   };
   // Data sheets of the SXM or, where named so, PCIe parts.
-  static const Rates kRates[] = {{"H200", 989e12, 67e12}, {"H100 PCIe", 756e12, 51e12}, {"H100", 989e12, 67e12},
-                                 {"A100", 312e12, 19.5e12}, {"L40S", 362e12, 91.6e12}, {"L4", 121e12, 30.3e12}};
+  static const Rates kRates[] = {{"H200", 989e12, 67e12},   {"H100 PCIe", 756e12, 51e12}, {"H100", 989e12, 67e12},
+                                 {"A100", 312e12, 19.5e12}, {"L40S", 362e12, 91.6e12},    {"L4", 121e12, 30.3e12}};
   for (const Rates& rates : kRates) {
     if (std::string(name).find(rates.part) == std::string::npos) continue;
     if (type == at::kDouble) return 0;

@@ -9,13 +9,13 @@
 
 namespace parvl {
 
-// auto: the first GPU when there is one and libtorch_cuda loads, else the CPU. cuda: that, or an error that says what is
-// missing. cpu. Call from one thread, before other work on a GPU.
+// auto: the first GPU when there is one and libtorch_cuda loads, else the CPU. cuda: that, or an error that says what
+// is missing. cpu. Call from one thread, before other work on a GPU.
 absl::StatusOr<at::Device> select_device(const std::string& name);
 
-// From here on sums on a GPU are made in a fixed order, so that a run repeats to the bit; an operation that has no such kernel
-// throws. cuBLAS must have been told by CUBLAS_WORKSPACE_CONFIG=:4096:8 before the GPU is first used. No effect on the CPU,
-// whose kernels here always repeat.
+// From here on sums on a GPU are made in a fixed order, so that a run repeats to the bit; an operation that has no such
+// kernel throws. cuBLAS must have been told by CUBLAS_WORKSPACE_CONFIG=:4096:8 before the GPU is first used. No effect
+// on the CPU, whose kernels here always repeat.
 void use_deterministic_kernels(at::Device device);
 
 // "cpu", or the GPU's index as "cuda:0".
@@ -27,8 +27,8 @@ void synchronize(at::Device device);
 // Most bytes that tensors held at once on a GPU; the process's resident bytes on the CPU.
 int64_t memory_in_use(at::Device device);
 
-// The vendor's dense matrix rate of a GPU in FLOP/s for a compute dtype (without sparsity; float32 without tf32); 0 when the
-// device is not in the table (the CPU is not).
+// The vendor's dense matrix rate of a GPU in FLOP/s for a compute dtype (without sparsity; float32 without tf32); 0
+// when the device is not in the table (the CPU is not).
 double peak_flops(at::Device device, at::ScalarType type);
 
 }  // namespace parvl

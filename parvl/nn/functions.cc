@@ -17,7 +17,8 @@ using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 thread_local WeightGradQueue* t_queue = nullptr;
-// A leaf that makes an operation's output part of the graph when only its weights are trained. It never receives a gradient.
+// A leaf that makes an operation's output part of the graph when only its weights are trained. It never receives a
+// gradient.
 thread_local at::Tensor t_anchor;
 
 at::Tensor anchor_for(const Param& param, const Param* second = nullptr) {
@@ -91,8 +92,8 @@ struct LinearFn : Function<LinearFn> {
 };
 
 struct EmbeddingFn : Function<EmbeddingFn> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*anchor*/, const at::Tensor& ids, int64_t table_ptr,
-                            int64_t queue) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*anchor*/, const at::Tensor& ids,
+                            int64_t table_ptr, int64_t queue) {
     ctx->saved_data["table"] = table_ptr;
     ctx->saved_data["queue"] = queue;
     ctx->save_for_backward({ids});
@@ -105,7 +106,8 @@ struct EmbeddingFn : Function<EmbeddingFn> {
       at::Tensor grad = table->main_grad;
       const at::Tensor rows = dy.to(grad.scalar_type());
       if (grad.is_cuda()) {
-        grad.index_put_({ids}, rows, /*accumulate=*/true);  // sorts, so the order of the sums is fixed; index_add_ is not
+        grad.index_put_({ids}, rows,
+                        /*accumulate=*/true);  // sorts, so the order of the sums is fixed; index_add_ is not
       } else {
         grad.index_add_(0, ids, rows);
       }
@@ -118,7 +120,8 @@ struct RmsNormFn : Function<RmsNormFn> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& /*anchor*/, int64_t weight_ptr,
                             double eps, int64_t queue) {
     const auto& weight = *reinterpret_cast<const Param*>(weight_ptr);
-    auto [y, rstd] = x.is_cuda() ? at::_fused_rms_norm(x, {x.size(-1)}, weight.value, eps) : cpu::rms_norm(x, weight.value, eps);
+    auto [y, rstd] =
+        x.is_cuda() ? at::_fused_rms_norm(x, {x.size(-1)}, weight.value, eps) : cpu::rms_norm(x, weight.value, eps);
     ctx->saved_data["weight"] = weight_ptr;
     ctx->saved_data["queue"] = queue;
     ctx->save_for_backward({x, rstd});
@@ -130,7 +133,8 @@ struct RmsNormFn : Function<RmsNormFn> {
     const at::Tensor &x = saved[0], &rstd = saved[1], dy = grads[0].contiguous();
     at::Tensor dx, dw;
     if (x.is_cuda()) {
-      std::tie(dx, dw) = at::_fused_rms_norm_backward(dy, x, {x.size(-1)}, rstd, weight->value, {true, weight->trainable()});
+      std::tie(dx, dw) =
+          at::_fused_rms_norm_backward(dy, x, {x.size(-1)}, rstd, weight->value, {true, weight->trainable()});
     } else {
       std::tie(dx, dw) = cpu::rms_norm_backward(dy, x, rstd, weight->value, weight->trainable());
     }
@@ -156,8 +160,9 @@ struct LayerNormFn : Function<LayerNormFn> {
     const auto* bias = unpack<const Param>(ctx, "bias");
     const auto saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
-    auto [dx, dw, db] = at::native_layer_norm_backward(grads[0].contiguous(), x, {x.size(-1)}, saved[1], saved[2], weight->value,
-                                                       bias->value, {true, weight->trainable(), bias->trainable()});
+    auto [dx, dw, db] =
+        at::native_layer_norm_backward(grads[0].contiguous(), x, {x.size(-1)}, saved[1], saved[2], weight->value,
+                                       bias->value, {true, weight->trainable(), bias->trainable()});
     if (weight->trainable()) submit(ctx, [weight, dw = dw] { weight->main_grad.add_(dw); });
     if (bias->trainable()) submit(ctx, [bias, db = db] { bias->main_grad.add_(db); });
     return {dx, {}, {}, {}, {}, {}};
@@ -218,8 +223,8 @@ struct RotaryFn : Function<RotaryFn> {
 int64_t rows_a_chunk(int64_t vocab) { return std::max<int64_t>(1, (int64_t{16} << 20) / vocab); }
 
 struct HeadLossFn : Function<HeadLossFn> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_RI, const at::Tensor& /*anchor*/, int64_t weight_ptr,
-                            const at::Tensor& targets_R, double scale, int64_t queue, bool keep) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_RI, const at::Tensor& /*anchor*/,
+                            int64_t weight_ptr, const at::Tensor& targets_R, double scale, int64_t queue, bool keep) {
     const auto& weight = *reinterpret_cast<const Param*>(weight_ptr);
     const at::ScalarType acc = x_RI.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const int64_t rows = x_RI.size(0), vocab = weight.value.size(0), step = rows_a_chunk(vocab);
@@ -283,9 +288,11 @@ WeightGradScope::~WeightGradScope() {
 at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias) {
   if (!at::GradMode::is_enabled()) {
     const at::Tensor b = bias ? bias->value : at::Tensor();
-    // Inside a Segment the sums are made in the order that they have with a graph, so that recomputation changes no bit.
-    return t_queue == nullptr ? cpu::linear(x_TI, weight.value, b)
-                              : at::linear(x_TI, weight.value, b.defined() ? std::optional<at::Tensor>(b) : std::nullopt);
+    // Inside a Segment the sums are made in the order that they have with a graph, so that recomputation changes no
+    // bit.
+    return t_queue == nullptr
+               ? cpu::linear(x_TI, weight.value, b)
+               : at::linear(x_TI, weight.value, b.defined() ? std::optional<at::Tensor>(b) : std::nullopt);
   }
   return LinearFn::apply(x_TI, anchor_for(weight, bias), pack(&weight), pack(bias), pack(t_queue));
 }

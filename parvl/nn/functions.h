@@ -1,9 +1,9 @@
-// Differentiable operations whose weights are Param handles. The backward gives the input's gradient to autograd and adds the
-// weight's gradient into Param::main_grad (or queues that work), so weights are never autograd leaves.
+// Differentiable operations whose weights are Param handles. The backward gives the input's gradient to autograd and
+// adds the weight's gradient into Param::main_grad (or queues that work), so weights are never autograd leaves.
 //
 // Shapes: T tokens or patches (packed, no padding), I and O features in and out, N heads, D head size, V vocabulary.
-// All are called with grad mode on inside a Segment, or with grad mode off when serving; with grad off they keep nothing.
-// 16-bit values: matrix products in that type; norms, rotary, activations, softmax and loss in float32 inside.
+// All are called with grad mode on inside a Segment, or with grad mode off when serving; with grad off they keep
+// nothing. 16-bit values: matrix products in that type; norms, rotary, activations, softmax and loss in float32 inside.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,8 +15,8 @@
 
 namespace parvl {
 
-// The weight-gradient work of one Segment. Immediate: done inside backward. Deferred: kept until `run`, so that a schedule can
-// send the input's gradient first. One backward at a time.
+// The weight-gradient work of one Segment. Immediate: done inside backward. Deferred: kept until `run`, so that a
+// schedule can send the input's gradient first. One backward at a time.
 class WeightGradQueue {
  public:
   void set_deferred(bool deferred) { deferred_ = deferred; }
@@ -51,11 +51,12 @@ at::Tensor layer_norm(const at::Tensor& x, const Param& weight, const Param& bia
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 // x · sigmoid(1.702 x) (Hendrycks & Gimpel, "Gaussian error linear units", 2016).
 at::Tensor quick_gelu(const at::Tensor& x);
-// Rotates pairs (i, i + D/2) of every head: x_TND by the angles whose cosines and sines are cos_TF, sin_TF, F = D/2, float32 or
-// float64 (Su et al., "RoFormer", 2021; the half-split layout of Hugging Face checkpoints).
+// Rotates pairs (i, i + D/2) of every head: x_TND by the angles whose cosines and sines are cos_TF, sin_TF, F = D/2,
+// float32 or float64 (Su et al., "RoFormer", 2021; the half-split layout of Hugging Face checkpoints).
 at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF);
-// scale · Σ over rows of −log softmax(x · wᵀ)[target], a scalar in float32 (float64 for float64 inputs). Works through the rows in
-// chunks, so that no [rows, V] tensor in float32 exists. `targets_R` int64. No rows: a zero that still has the graph.
+// scale · Σ over rows of −log softmax(x · wᵀ)[target], a scalar in float32 (float64 for float64 inputs). Works through
+// the rows in chunks, so that no [rows, V] tensor in float32 exists. `targets_R` int64. No rows: a zero that still has
+// the graph.
 at::Tensor head_loss(const at::Tensor& x_RI, const Param& weight, const at::Tensor& targets_R, double scale);
 
 }  // namespace parvl

@@ -4,13 +4,15 @@
 
 namespace parvl {
 
-Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias, Split split) {
+Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias,
+                   Split split) {
   Linear linear;
   const Shard columns{split == Split::kNone ? "" : "tp", split == Split::kRow ? 1 : 0};
   linear.weight = params.add(module, name + ".weight", {out, in}, Init::kNormal, columns);
   if (bias) {
     // A row-parallel bias is added once, after the sum over ranks, so it is whole on each.
-    linear.bias = params.add(module, name + ".bias", {out}, Init::kZeros, split == Split::kColumn ? Shard{"tp", 0} : Shard{});
+    linear.bias =
+        params.add(module, name + ".bias", {out}, Init::kZeros, split == Split::kColumn ? Shard{"tp", 0} : Shard{});
   }
   return linear;
 }
@@ -31,7 +33,8 @@ at::Tensor Mlp::operator()(const at::Tensor& x) const {
   return down(at::gelu(h, activation == "gelu_pytorch_tanh" ? "tanh" : "none"));
 }
 
-at::Tensor DecoderLayer::operator()(const at::Tensor& x_TH, const RotaryTable& rope, AttentionBackend& attention) const {
+at::Tensor DecoderLayer::operator()(const at::Tensor& x_TH, const RotaryTable& rope,
+                                    AttentionBackend& attention) const {
   const int64_t tokens = x_TH.size(0);
   const at::Tensor h_TH = attn_norm(x_TH);
   const at::Tensor q_TND = rotary(q(h_TH).view({tokens, heads, head_dim}), rope.cos, rope.sin);

@@ -17,7 +17,8 @@ struct Linear {
 
 // How a linear's matrix splits over a tensor-parallel axis: by its outputs, by its inputs, or not at all.
 enum class Split { kNone, kColumn, kRow };
-Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias, Split split);
+Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias,
+                   Split split);
 
 // RMSNorm without a bias, LayerNorm with one.
 struct Norm {

@@ -33,7 +33,7 @@ struct Param {
   Init init = Init::kNormal;
   Shard shard;
   std::vector<int64_t> checkpoint_shape;  // where a checkpoint writes the same values in another shape; else empty
-  Param* tied_to = nullptr;  // shares that parameter's tensors; saved and updated there
+  Param* tied_to = nullptr;               // shares that parameter's tensors; saved and updated there
 
   at::Tensor value;      // what the forward reads, in the compute dtype, on the device
   at::Tensor master;     // what the optimizer updates: value itself, or its float32 original when value is 16-bit
@@ -44,10 +44,12 @@ struct Param {
   int64_t numel() const;
 };
 
-// Owns the parameters in a fixed order (the model's own); pointers stay valid while it lives. Not thread-safe to change.
+// Owns the parameters in a fixed order (the model's own); pointers stay valid while it lives. Not thread-safe to
+// change.
 class ParamTable {
  public:
-  Param* add(Module module, const std::string& name, std::vector<int64_t> shape, Init init = Init::kNormal, Shard shard = {});
+  Param* add(Module module, const std::string& name, std::vector<int64_t> shape, Init init = Init::kNormal,
+             Shard shard = {});
   Param* find(const std::string& name) const;  // nullptr when there is none
   const std::vector<std::unique_ptr<Param>>& all() const { return params_; }
   // Those that own their tensors (not tied to another), in order.

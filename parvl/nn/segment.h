@@ -1,5 +1,5 @@
-// A piece of a model with an explicit backward. Autograd lives only inside a Segment; between Segments there are detached
-// tensors, so a pipeline, recomputation or the border encoder → LLM is an explicit list of calls.
+// A piece of a model with an explicit backward. Autograd lives only inside a Segment; between Segments there are
+// detached tensors, so a pipeline, recomputation or the border encoder → LLM is an explicit list of calls.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,5 @@
-// What a model is, as plain data: read from a Hugging Face config.json, used by everything that builds, places or costs it.
+// What a model is, as plain data: read from a Hugging Face config.json, used by everything that builds, places or costs
+// it.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@
 namespace parvl {
 
 enum class DType { kFloat32, kBFloat16, kFloat16, kFloat64 };
-const char* to_string(DType dtype);                             // "float32", ...
-absl::StatusOr<DType> parse_dtype(const std::string& name);     // also "torch.float32"
+const char* to_string(DType dtype);                          // "float32", ...
+absl::StatusOr<DType> parse_dtype(const std::string& name);  // also "torch.float32"
 int64_t dtype_bytes(DType dtype);
 
 enum class Family { kLlama, kQwen2, kQwen2Vl, kQwen25Vl };
@@ -27,10 +28,10 @@ struct VisionSpec {
   int64_t in_channels = 3;
   int64_t patch = 14;
   int64_t temporal_patch = 2;
-  int64_t merge = 2;          // the projector joins merge × merge patches into one token
+  int64_t merge = 2;  // the projector joins merge × merge patches into one token
   double rope_theta = 10000;
-  std::string activation;     // quick_gelu | silu | gelu | gelu_pytorch_tanh
-  int64_t window = 0;         // pixels a side of the attention window; 0: attention over the whole image
+  std::string activation;  // quick_gelu | silu | gelu | gelu_pytorch_tanh
+  int64_t window = 0;      // pixels a side of the attention window; 0: attention over the whole image
   std::vector<int64_t> full_attention_layers;  // with windows: the layers that see the whole image
   int64_t patch_values() const { return in_channels * temporal_patch * patch * patch; }
   int64_t head_dim() const { return hidden / heads; }
@@ -57,7 +58,8 @@ struct BackboneSpec {
   double norm_eps = 1e-6;
   double rope_theta = 10000;
   RopeScaling rope_scaling;
-  std::vector<int64_t> mrope_section;  // empty: one position a token; else three counts of frequencies (time, height, width)
+  std::vector<int64_t>
+      mrope_section;  // empty: one position a token; else three counts of frequencies (time, height, width)
   bool qkv_bias = false;
   bool out_bias = false;
   bool mlp_bias = false;
@@ -77,8 +79,8 @@ struct ModelSpec {
   Json config;  // the whole config.json, written back with a checkpoint
 };
 
-// Errors: an unknown model_type lists the known ones; a missing field, an inconsistent size (heads that do not divide) or a
-// feature that is not built yet (sliding windows, quantised weights, other rotary scalings) is named.
+// Errors: an unknown model_type lists the known ones; a missing field, an inconsistent size (heads that do not divide)
+// or a feature that is not built yet (sliding windows, quantised weights, other rotary scalings) is named.
 absl::StatusOr<ModelSpec> parse_model_spec(const Json& config, const std::string& name);
 // Reads DIR/config.json; also refuses adapter directories.
 absl::StatusOr<ModelSpec> load_model_spec(const std::string& dir);

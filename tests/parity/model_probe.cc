@@ -1,11 +1,13 @@
-// What tests/parity/model_*.py talk to: runs a model directory on given token ids and pixels, without media or tokenizer.
+// What tests/parity/model_*.py talk to: runs a model directory on given token ids and pixels, without media or
+// tokenizer.
 //
 //   model_probe logits DIR INPUT.json OUT.f64 DTYPE     teacher-forced logits of every position, float64 [T, V] raw
-//   model_probe grads  DIR INPUT.json OUTDIR DTYPE RECOMPUTE   gradients by ParVL name, one raw float64 file each, and names.json
-//   model_probe save   DIR OUTDIR DTYPE                 loads and writes the checkpoint again
-//   model_probe bf16   ... (DTYPE is float32 | bfloat16 | float64)
+//   model_probe grads  DIR INPUT.json OUTDIR DTYPE RECOMPUTE   gradients by ParVL name, one raw float64 file each, and
+//   names.json model_probe save   DIR OUTDIR DTYPE                 loads and writes the checkpoint again model_probe
+//   bf16   ... (DTYPE is float32 | bfloat16 | float64)
 //
-// INPUT.json: [{"ids": [...], "images": [{"begin": n, "grid": [t, h, w], "pixels": FILE of raw float32}], "targets": [0|1, ...]}]
+// INPUT.json: [{"ids": [...], "images": [{"begin": n, "grid": [t, h, w], "pixels": FILE of raw float32}], "targets":
+// [0|1, ...]}]
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -46,7 +48,8 @@ absl::StatusOr<Inputs> read_inputs(const std::string& path) {
 
 void write_raw(const std::string& path, const at::Tensor& tensor) {
   const at::Tensor wide = tensor.to(at::kCPU, at::kDouble).contiguous();
-  std::ofstream(path, std::ios::binary).write(static_cast<const char*>(wide.data_ptr()), static_cast<std::streamsize>(wide.nbytes()));
+  std::ofstream(path, std::ios::binary)
+      .write(static_cast<const char*>(wide.data_ptr()), static_cast<std::streamsize>(wide.nbytes()));
 }
 
 absl::Status run(int argc, char** argv) {
@@ -70,7 +73,8 @@ absl::Status run(int argc, char** argv) {
   const std::string out = argv[4];
   for (Param* param : model->params().owned()) param->main_grad = at::zeros_like(param->master);
   model->params().link_tied();
-  const at::Tensor loss = forward_backward(*model, batch, 1.0 / static_cast<double>(batch.num_targets), std::string(argv[6]) == "full");
+  const at::Tensor loss =
+      forward_backward(*model, batch, 1.0 / static_cast<double>(batch.num_targets), std::string(argv[6]) == "full");
   Json names = Json::object();
   int64_t index = 0;
   for (Param* param : model->params().owned()) {

@@ -11,7 +11,8 @@ double vision_flops(const VisionSpec& v, int64_t llm_hidden, const std::vector<i
   const double h = static_cast<double>(v.hidden), f = static_cast<double>(v.intermediate);
   const double block_weights = 4 * h * h + (gated ? 3 : 2) * h * f;
   const double joined = h * static_cast<double>(v.merge * v.merge);
-  const double window_patches = v.window > 0 ? static_cast<double>(v.window / v.patch) * static_cast<double>(v.window / v.patch) : 0;
+  const double window_patches =
+      v.window > 0 ? static_cast<double>(v.window / v.patch) * static_cast<double>(v.window / v.patch) : 0;
   double total = 0;
   for (int64_t count : image_patches) {
     const double p = static_cast<double>(count);

@@ -14,8 +14,9 @@ struct BatchShape {
   int64_t loss_tokens = 0;               // rows that go through the output matrix
 };
 
-// Of one forward pass: matrix products and attention (causal in the LLM: half of the square; full in the vision encoder;
-// window attention counted as full in the layers that see the whole image only). Norms and activations are left out.
+// Of one forward pass: matrix products and attention (causal in the LLM: half of the square; full in the vision
+// encoder; window attention counted as full in the layers that see the whole image only). Norms and activations are
+// left out.
 double forward_flops(const ModelSpec& spec, const BatchShape& shape);
 // A training step: the backward costs twice the forward.
 inline double training_flops(const ModelSpec& spec, const BatchShape& shape) { return 3 * forward_flops(spec, shape); }
