@@ -235,6 +235,7 @@ void add_eval_command(CLI::App& app, Context& context) {
       ->add_option("--dtype", flags->generator.dtype, "auto (the directory's), float32, bfloat16, float16 or float64")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
   command->add_flag("--json", flags->json, "One JSON object: accuracy, accuracy_not_yes_no, n, n_not_yes_no");
+  flags->generator.clock = &context.clock;
   run_with(*command, context, [flags, &context] { return run_eval(*flags, context); });
 }
 

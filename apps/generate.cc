@@ -183,6 +183,7 @@ void add_generate_command(CLI::App& app, Context& context) {
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
   command->add_option("--max-model-len", flags->generator.max_model_len, "Context in tokens (default: the model's)");
   command->add_flag("--json", flags->json, "One JSON object: text, token_ids, prompt_tokens, logprobs, finish_reason");
+  flags->generator.clock = &context.clock;
   run_with(*command, context, [flags] { return run_generate(*flags); });
 }
 

@@ -144,6 +144,7 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--tensor-parallel-size", flags->tensor_parallel_size, "Also -tp; only 1 is available yet");
   command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
   add_unavailable_options(*command, *flags);
+  flags->generator.clock = &context.clock;
   run_with(*command, context, [flags, &context] { return run_serve(*flags, context); });
 }
 

@@ -58,6 +58,7 @@ absl::Status run(char** argv, int argc) {
   options.dtype = dtype;
   options.device = "cpu";
   const RealClock clock;
+  options.clock = &clock;
   const double load_start = clock.now_seconds();
   PARVL_ASSIGN_OR_RETURN(auto generator, Generator::load(dir, options));
   const double load_seconds = clock.now_seconds() - load_start;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "parvl/base/clock.h"
 #include "parvl/base/file.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/sampler.h"
@@ -77,12 +76,13 @@ absl::Status check_processor(const std::string& dir, const PromptBuilder& prompt
 class TorchGenerator : public Generator {
  public:
   TorchGenerator(std::shared_ptr<const PromptBuilder> prompts, std::unique_ptr<Model> model,
-                 GenerationDefaults defaults, at::Device device, int64_t max_model_len)
+                 GenerationDefaults defaults, at::Device device, int64_t max_model_len, const Clock* clock)
       : prompts_(std::move(prompts)),
         model_(std::move(model)),
         defaults_(std::move(defaults)),
         device_(device),
-        max_len_(max_model_len) {}
+        max_len_(max_model_len),
+        clock_(clock) {}
 
   const PromptBuilder& prompts() const override { return *prompts_; }
   int64_t max_model_len() const override { return max_len_; }
@@ -112,7 +112,7 @@ class TorchGenerator : public Generator {
   absl::Status run(const Prompt& prompt, SamplingParams sampling,
                    const std::function<bool(const TokenEvent&)>& on_token, GenerateResult& result) {
     at::NoGradGuard no_grad;
-    const double start = clock_.now_seconds();
+    const double start = now();
     const int64_t prompt_tokens = static_cast<int64_t>(prompt.ids.size()), room = max_len_ - prompt_tokens;
     sampling.max_tokens = sampling.max_tokens < 0 ? room : std::min(sampling.max_tokens, room);
     result.prompt_tokens = prompt_tokens;
@@ -136,12 +136,12 @@ class TorchGenerator : public Generator {
           stream.push(choice.token_id, tokenizer.token_bytes(choice.token_id), tokenizer.is_special(choice.token_id));
       event.text = delta.text;
       event.finish = delta.finish;
-      const double now = clock_.now_seconds();
+      const double time = now();
       if (result.token_ids.empty()) {
-        first = now;
-        result.ttft_ms = (now - start) * 1e3;
+        first = time;
+        result.ttft_ms = (time - start) * 1e3;
       } else {
-        result.tpot_ms = (now - first) * 1e3 / static_cast<double>(result.token_ids.size());
+        result.tpot_ms = (time - first) * 1e3 / static_cast<double>(result.token_ids.size());
       }
       result.token_ids.push_back(event.token_id);
       result.text += event.text;
@@ -152,6 +152,8 @@ class TorchGenerator : public Generator {
     }
     return absl::OkStatus();
   }
+
+  double now() const { return clock_ != nullptr ? clock_->now_seconds() : 0; }
 
   // Encodes the images, fills the cache with the prompt, and gives the last position's logits [V].
   at::Tensor prefill(const Prompt& prompt, const std::shared_ptr<CachedAttention>& attention, int64_t& next_position,
@@ -170,7 +172,7 @@ class TorchGenerator : public Generator {
     const at::Tensor visual = encode_images(*model_, batch, device_);
     if (visual.defined()) {
       synchronize(device_);
-      result.encode_ms = (clock_.now_seconds() - start) * 1e3;
+      result.encode_ms = (now() - start) * 1e3;
     }
     const at::Tensor hidden = run_backbone(*model_, batch, visual);
     attention->commit();
@@ -193,7 +195,7 @@ class TorchGenerator : public Generator {
   GenerationDefaults defaults_;
   at::Device device_;
   int64_t max_len_;
-  RealClock clock_;
+  const Clock* clock_;
 };
 
 absl::StatusOr<std::unique_ptr<Generator>> load_generator(const std::string& dir, const GeneratorOptions& options) {
@@ -215,7 +217,8 @@ absl::StatusOr<std::unique_ptr<Generator>> load_generator(const std::string& dir
   PARVL_ASSIGN_OR_RETURN(const at::Device device, select_device(options.device));
   model->params().allocate(to_scalar_type(dtype), device);
   PARVL_RETURN_IF_ERROR(load_weights(*model, dir));
-  return std::make_unique<TorchGenerator>(std::move(prompts), std::move(model), std::move(defaults), device, max_len);
+  return std::make_unique<TorchGenerator>(std::move(prompts), std::move(model), std::move(defaults), device, max_len,
+                                          options.clock);
 }
 
 }  // namespace

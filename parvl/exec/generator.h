@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "parvl/base/clock.h"
 #include "parvl/base/status.h"
 #include "parvl/exec/sampling.h"
 #include "parvl/media/prompt.h"
@@ -14,9 +15,10 @@
 namespace parvl {
 
 struct GeneratorOptions {
-  std::string device = "auto";  // auto | cpu | cuda
-  std::string dtype = "auto";   // auto (the directory's) | float32 | bfloat16 | float16 | float64
-  int64_t max_model_len = 0;    // 0: the model's
+  std::string device = "auto";   // auto | cpu | cuda
+  std::string dtype = "auto";    // auto (the directory's) | float32 | bfloat16 | float16 | float64
+  int64_t max_model_len = 0;     // 0: the model's
+  const Clock* clock = nullptr;  // of the times in GenerateResult, which stay 0 without one; must outlive the generator
 };
 
 struct TokenEvent {

@@ -16,6 +16,10 @@ _ENGINE = "stands where exec/engine.h will: one request after another until the 
 INCLUDE_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parvl/nn/", "parvl/plan/model_spec.h"): _SPEC,
     ("parvl/models/", "parvl/plan/model_spec.h"): _SPEC,
+    ("parvl/exec/", "parvl/plan/model_spec.h"): _SPEC,
+    ("parvl/exec/", "parvl/nn/attention.h"): "the interface through which a decoder layer reaches the cache",
+    ("parvl/exec/", "parvl/nn/device.h"): "which device computes is one question for serving and training",
+    ("parvl/exec/kv_cache.h:", "torch's headers"): "pages are tensors; nothing but exec's own sources includes it",
     ("parvl/serve/", "parvl/exec/generator.h"): _ENGINE,
     ("parvl/serve/", "parvl/exec/sampler.h"): _ENGINE,
     ("parvl/serve/", "parvl/exec/sampling.h"): _ENGINE,
