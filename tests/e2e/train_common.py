@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import unittest
+from unittest import TestCase
 
 from PIL import Image
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PARVL = pathlib.Path(os.environ.get("PARVL", ROOT / "build" / "parvl"))
-BUILD = PARVL.parent
+FAULTS = PARVL.parent / "probes" / "libtrain_faults.so"  # see train_faults.cc
 START = ROOT / "examples" / "easy_vqa" / "start"
 
 
@@ -76,7 +76,7 @@ class Run:
         return self.stderr.splitlines()[-1] if self.stderr else ""
 
 
-class TrainCase(unittest.TestCase):
+class TrainCase(TestCase):
     text_only = False
 
     def setUp(self):
@@ -147,6 +147,23 @@ train: {{steps: 6, log_every: 1, out: out, device: cpu}}
         """The same weights and optimizer state to the bit."""
         for name in ("model.safetensors", "trainer/optimizer.safetensors"):
             self.assertEqual((a / name).read_bytes(), (b / name).read_bytes(), name)
+
+    def with_fault(self, fault, *settings, **kwargs):
+        return self.train(*settings, env={"LD_PRELOAD": str(FAULTS), "FAULT": fault}, **kwargs)
+
+    def moments(self, *settings):
+        """The moments (see train_faults.cc) after which the second save of a run starts and ends."""
+        counts = []
+        for steps in (1, 2):
+            file = self.folder / "count"
+            self.train(*settings, f"train.steps={steps}", "train.checkpoint_every=1", f"train.out=count{steps}",
+                       env={"LD_PRELOAD": str(FAULTS), "FAULT_COUNT": str(file)})
+            counts.append(int(file.read_text()))
+        self.assertGreater(counts[1] - counts[0], 50)
+        return counts[0], counts[1]
+
+    def names(self):
+        return sorted(p.name for p in self.out.iterdir() if "tfevents" not in p.name)
 
     def start_over(self):
         shutil.rmtree(self.out)
