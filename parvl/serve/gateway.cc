@@ -107,7 +107,7 @@ absl::Status Gateway::check(const HttpConnection& connection) {
   if (path == kModels || path.starts_with("/v1/models/")) {
     return is_get(connection) ? health() : wrong_method(connection, "GET");
   }
-  if (path == "/v1/completions" || path == "/tokenize" || path == "/detokenize") {
+  if (path == "/v1/completions" || path == "/tokenize" || path == "/detokenize" || path == "/metrics") {
     return api_error(400, std::string(path) + " is not available yet", "not_available_yet");
   }
   return api_error(404, absl::StrCat("there is no route ", excerpt(path)), "route_not_found");

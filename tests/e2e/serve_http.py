@@ -67,7 +67,7 @@ class ErrorTable(unittest.TestCase):
         self.assertEqual(status, 200)
 
     def test_routes(self):
-        self.check(404, self.server.request("GET", "/metrics"))
+        self.check(400, self.server.request("GET", "/metrics"), says="not available yet")
         self.check(404, self.server.request("GET", "/"))
         self.check(405, self.server.request("GET", "/v1/chat/completions"))
         self.check(400, self.server.request("POST", "/v1/completions", {}), says="not available yet")
