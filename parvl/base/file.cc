@@ -68,10 +68,8 @@ absl::StatusOr<std::string> read_file(const std::string& path, size_t max_bytes)
 struct FileWriter::State {
   std::string path;
   int fd = -1;
-  EVP_MD_CTX* hash = nullptr;
   ~State() {
     if (fd >= 0) ::close(fd);
-    EVP_MD_CTX_free(hash);
   }
 };
 
@@ -83,14 +81,11 @@ absl::StatusOr<std::unique_ptr<FileWriter>> FileWriter::create(const std::string
   state->path = path;
   state->fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (state->fd < 0) return errno_status("create", path, errno);
-  state->hash = EVP_MD_CTX_new();
-  EVP_DigestInit_ex(state->hash, EVP_sha256(), nullptr);
   return std::unique_ptr<FileWriter>(new FileWriter(std::move(state)));
 }
 
 absl::Status FileWriter::append(const void* data, size_t bytes) {
   const char* cursor = static_cast<const char*>(data);
-  EVP_DigestUpdate(state_->hash, data, bytes);
   while (bytes > 0) {
     const ssize_t n = ::write(state_->fd, cursor, bytes);
     if (n < 0 && errno == EINTR) continue;
@@ -107,16 +102,6 @@ absl::Status FileWriter::finish() {
   state_->fd = -1;
   if (::close(fd) != 0) return errno_status("write", state_->path, errno);
   return absl::OkStatus();
-}
-
-std::string FileWriter::sha256() const {
-  EVP_MD_CTX* copy = EVP_MD_CTX_new();
-  EVP_MD_CTX_copy_ex(copy, state_->hash);
-  unsigned char digest[EVP_MAX_MD_SIZE];
-  unsigned int length = 0;
-  EVP_DigestFinal_ex(copy, digest, &length);
-  EVP_MD_CTX_free(copy);
-  return hex(digest, length);
 }
 
 absl::Status write_file_atomically(const std::string& path, std::string_view content) {

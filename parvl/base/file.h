@@ -25,8 +25,6 @@ class FileWriter {
   ~FileWriter();  // closes; what was not `finish`ed is not promised to be on disk
   absl::Status append(const void* data, size_t bytes);
   absl::Status finish();  // sync and close; later calls fail
-  // Hex SHA-256 of everything appended so far.
-  std::string sha256() const;
 
  private:
   struct State;
