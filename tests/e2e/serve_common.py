@@ -11,7 +11,6 @@ import subprocess
 import threading
 import time
 import zlib
-from unittest import SkipTest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PARVL = pathlib.Path(os.environ.get("PARVL", ROOT / "build" / "parvl"))
@@ -20,7 +19,7 @@ MODEL = pathlib.Path(os.environ.get("PARVL_E2E_MODEL", ROOT / "examples" / "easy
 
 def need_model():
     if not (MODEL / "config.json").exists():
-        raise SkipTest(f"{MODEL} does not exist yet")
+        raise AssertionError(f"{MODEL} is missing; it is committed, so get it again, or set PARVL_E2E_MODEL to a model directory")
 
 
 def png(width=64, height=64, color=(200, 30, 30)):
