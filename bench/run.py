@@ -90,7 +90,7 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(args.build.resolve(), args.threads, args.rounds, args.keep or pathlib.Path(temporary))
         half = bench.folder / "shape-0.5b"
-        if not half.exists() and args.only in "0.5b":
+        if not half.exists() and any(args.only in name for name in ("0.5b generate", "0.5b train")):
             print("making a random model of 0.56 B parameters ...", flush=True)
             bench.python("make_shape.py", half, "0.5b")
         jobs = {

@@ -54,25 +54,6 @@ absl::StatusOr<GenerationDefaults> read_defaults(const std::string& dir, const M
   return out;
 }
 
-// The patches that the processor makes must be those that the vision encoder takes.
-absl::Status check_processor(const std::string& dir, const PromptBuilder& prompts, const ModelSpec& spec) {
-  if (!prompts.has_images()) return absl::OkStatus();
-  if (!spec.vision) {
-    return invalid(dir,
-                   " has a preprocessor_config.json, but its config.json describes a text-only model; remove the file "
-                   "that is wrong");
-  }
-  const ImageProcessorConfig& images = prompts.image_processor().config();
-  const auto check = [&](const char* key, int64_t processor, int64_t model) {
-    if (processor == model) return absl::OkStatus();
-    return invalid(dir, ": '", key, "' is ", processor, " in preprocessor_config.json and ", model, " in config.json");
-  };
-  PARVL_RETURN_IF_ERROR(check("patch_size", images.patch_size, spec.vision->patch));
-  PARVL_RETURN_IF_ERROR(check("temporal_patch_size", images.temporal_patch_size, spec.vision->temporal_patch));
-  PARVL_RETURN_IF_ERROR(check("merge_size", images.merge_size, spec.vision->merge));
-  return check("in_channels", 3, spec.vision->in_channels);
-}
-
 class TorchGenerator : public Generator {
  public:
   TorchGenerator(std::shared_ptr<const PromptBuilder> prompts, std::unique_ptr<Model> model,
@@ -205,12 +186,18 @@ absl::StatusOr<std::unique_ptr<Generator>> load_generator(const std::string& dir
     PARVL_ASSIGN_OR_RETURN(dtype, parse_dtype(options.dtype));
   }
   int64_t max_len = spec.backbone.max_positions;
+  if (options.max_model_len < 0)
+    return invalid("max-model-len ", options.max_model_len, " is negative (0: the model's)");
   if (options.max_model_len > max_len) {
     return invalid("max-model-len ", options.max_model_len, " is over the model's ", max_len, " positions");
   }
   if (options.max_model_len > 0) max_len = options.max_model_len;
   PARVL_ASSIGN_OR_RETURN(auto prompts, PromptBuilder::load(dir));
-  PARVL_RETURN_IF_ERROR(check_processor(dir, *prompts, spec));
+  if (prompts->has_images()) {
+    const ImageProcessorConfig& images = prompts->image_processor().config();
+    PARVL_RETURN_IF_ERROR(check_image_inputs(
+        spec, {images.patch_size, images.temporal_patch_size, images.merge_size, 3, prompts->image_token()}, dir));
+  }
   PARVL_ASSIGN_OR_RETURN(GenerationDefaults defaults, read_defaults(dir, spec));
   auto model = Model::create(spec);
   PARVL_RETURN_IF_ERROR(match_weights(*model, dir).status());  // before a damaged configuration asks for absurd memory

@@ -60,6 +60,9 @@ PromptBuilder::PromptBuilder(std::unique_ptr<Impl> impl) : impl_(std::move(impl)
 PromptBuilder::~PromptBuilder() = default;
 const Tokenizer& PromptBuilder::tokenizer() const { return *impl_->tokenizer; }
 bool PromptBuilder::has_images() const { return impl_->images.has_value(); }
+
+TokenId PromptBuilder::image_token() const { return impl_->image_token; }
+
 bool PromptBuilder::has_chat_template() const { return impl_->chat != nullptr; }
 const ImageProcessor& PromptBuilder::image_processor() const {
   PARVL_CHECK(has_images(), "the image processor of a text-only model");

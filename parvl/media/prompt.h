@@ -57,6 +57,7 @@ class PromptBuilder {
 
   const Tokenizer& tokenizer() const;
   bool has_images() const;                        // whether the model takes images
+  TokenId image_token() const;                    // the placeholder of an image; -1 without images
   const ImageProcessor& image_processor() const;  // only when has_images()
   bool has_chat_template() const;
 

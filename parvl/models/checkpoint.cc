@@ -67,8 +67,7 @@ absl::Status save_file(const std::string& path, const std::vector<std::pair<std:
 }
 
 absl::Status copy_companions(const std::string& from, const std::string& to) {
-  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json",
-                           "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"}) {
+  for (const char* name : kCompanionFiles) {
     if (!exists(from + "/" + name)) continue;
     PARVL_ASSIGN_OR_RETURN(std::string content, read_file(from + "/" + name));
     PARVL_RETURN_IF_ERROR(write_file_atomically(to + "/" + name, content));

@@ -17,6 +17,20 @@ absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, cons
 // Fills the model's allocated parameters (value, and master where that is its own tensor) from DIR, converting dtypes.
 absl::Status load_weights(Model& model, const std::string& dir);
 
+// Files of a model directory beside config.json and the weights: what the tokenizer, the chat template, the
+// preprocessor and generation are read from, in any of their layouts.
+inline constexpr const char* kCompanionFiles[] = {"tokenizer.json",
+                                                  "tokenizer_config.json",
+                                                  "chat_template.jinja",
+                                                  "chat_template.json",
+                                                  "preprocessor_config.json",
+                                                  "processor_config.json",
+                                                  "generation_config.json",
+                                                  "special_tokens_map.json",
+                                                  "added_tokens.json",
+                                                  "vocab.json",
+                                                  "merges.txt"};
+
 struct SaveOptions {
   DType dtype = DType::kFloat32;
   // Tokenizer, template, preprocessor and generation files are copied from here when they exist; "" for none.

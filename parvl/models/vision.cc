@@ -133,7 +133,8 @@ VisionBlock make_vision_block(ParamTable& params, const VisionSpec& spec, int64_
   VisionBlock block;
   block.heads = spec.heads;
   block.attn_norm = make_norm(params, m, prefix + "attn_norm", spec.hidden, 1e-6, layer_norm);
-  block.qkv = make_linear(params, m, prefix + "attn.qkv", spec.hidden, 3 * spec.hidden, true, Split::kColumn);
+  block.qkv =
+      make_linear(params, m, prefix + "attn.qkv", spec.hidden, 3 * spec.hidden, true, Split::kColumn, /*blocks=*/3);
   block.out = make_linear(params, m, prefix + "attn.out", spec.hidden, spec.hidden, true, Split::kRow);
   block.mlp_norm = make_norm(params, m, prefix + "mlp_norm", spec.hidden, 1e-6, layer_norm);
   block.mlp.activation = spec.activation;

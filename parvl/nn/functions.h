@@ -3,7 +3,9 @@
 //
 // Shapes: T tokens or patches (packed, no padding), I and O features in and out, N heads, D head size, V vocabulary.
 // All are called with grad mode on inside a Segment, or with grad mode off when serving; with grad off they keep
-// nothing. 16-bit values: matrix products in that type; norms, rotary, activations, softmax and loss in float32 inside.
+// nothing. 16-bit values: matrix products in that type; norms, rotary, softmax and loss in float32 inside. A micro
+// batch's weight gradient reaches float32 main_grad rounded to 16 bits once where PyTorch has no product with a float32
+// result (matrix products on the CPU, LayerNorm); the sum over micro batches is float32 everywhere.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -55,8 +57,8 @@ at::Tensor quick_gelu(const at::Tensor& x);
 // float32 or float64 (Su et al., "RoFormer", 2021; the half-split layout of Hugging Face checkpoints).
 at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF);
 // scale · Σ over rows of −log softmax(x · wᵀ)[target], a scalar in float32 (float64 for float64 inputs). Works through
-// the rows in chunks, so that no [rows, V] tensor in float32 exists. `targets_R` int64. No rows: a zero that still has
-// the graph.
+// the rows in chunks, so that beside the logits' gradient in the compute dtype no [rows, V] tensor exists. `targets_R`
+// int64. No rows: a zero that still has the graph.
 at::Tensor head_loss(const at::Tensor& x_RI, const Param& weight, const at::Tensor& targets_R, double scale);
 
 }  // namespace parvl

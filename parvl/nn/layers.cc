@@ -5,14 +5,14 @@
 namespace parvl {
 
 Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias,
-                   Split split) {
+                   Split split, int blocks) {
   Linear linear;
-  const Shard columns{split == Split::kNone ? "" : "tp", split == Split::kRow ? 1 : 0};
+  const Shard columns{split == Split::kNone ? "" : "tp", split == Split::kRow ? 1 : 0, blocks};
   linear.weight = params.add(module, name + ".weight", {out, in}, Init::kNormal, columns);
   if (bias) {
     // A row-parallel bias is added once, after the sum over ranks, so it is whole on each.
-    linear.bias =
-        params.add(module, name + ".bias", {out}, Init::kZeros, split == Split::kColumn ? Shard{"tp", 0} : Shard{});
+    linear.bias = params.add(module, name + ".bias", {out}, Init::kZeros,
+                             split == Split::kColumn ? Shard{"tp", 0, blocks} : Shard{});
   }
   return linear;
 }

@@ -18,7 +18,7 @@ struct Linear {
 // How a linear's matrix splits over a tensor-parallel axis: by its outputs, by its inputs, or not at all.
 enum class Split { kNone, kColumn, kRow };
 Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias,
-                   Split split);
+                   Split split, int blocks = 1);
 
 // RMSNorm without a bias, LayerNorm with one.
 struct Norm {

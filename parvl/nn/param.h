@@ -24,6 +24,7 @@ enum class Init { kNormal, kOnes, kZeros };
 struct Shard {
   std::string axis;
   int dim = 0;
+  int blocks = 1;  // equal parts of the dim that are each cut: 3 for rows that are queries, then keys, then values
 };
 
 struct Param {

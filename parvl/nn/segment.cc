@@ -6,12 +6,12 @@ namespace parvl {
 
 Bundle Segment::run_with_graph() {
   at::AutoGradMode grad(true);
-  WeightGradScope scope(&queue_);
+  WeightGradScope scope(queue_.get());
   return piece_.run(leaves_);
 }
 
 Bundle Segment::forward(const Bundle& in) {
-  WeightGradScope scope(&queue_);
+  WeightGradScope scope(queue_.get());
   if (!wants_grad()) {
     at::NoGradGuard no_grad;
     return piece_.run(in);
@@ -43,7 +43,7 @@ Bundle Segment::backward_input(const Bundle& grad_out, bool defer_weights) {
     outputs.push_back(tensor);
     grads.push_back(grad);
   }
-  queue_.set_deferred(defer_weights);
+  queue_->set_deferred(defer_weights);
   if (!outputs.empty()) torch::autograd::backward(outputs, grads);
   outputs_ = {};
   Bundle grad_in;
@@ -56,7 +56,7 @@ Bundle Segment::backward_input(const Bundle& grad_out, bool defer_weights) {
   return grad_in;
 }
 
-void Segment::backward_weight() { queue_.run(); }
+void Segment::backward_weight() { queue_->run(); }
 
 void Segment::release() {
   leaves_ = {};

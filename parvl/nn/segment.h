@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,8 @@ class Segment {
 
   Piece piece_;
   SegmentOptions options_;
-  WeightGradQueue queue_;
+  // The graph holds its address, so it stays where it is when a Segment is moved.
+  std::unique_ptr<WeightGradQueue> queue_ = std::make_unique<WeightGradQueue>();
   Bundle leaves_;  // detached inputs, requiring grad when input_grad
   Bundle outputs_;
 };

@@ -376,4 +376,22 @@ absl::StatusOr<ModelSpec> load_model_spec(const std::string& dir) {
   return parse_model_spec(config, dir + "/config.json");
 }
 
+absl::Status check_image_inputs(const ModelSpec& spec, const ImageInputs& inputs, const std::string& dir) {
+  if (!spec.vision) {
+    return invalid(
+        dir,
+        " has an image processor, but the configuration describes a text-only model; remove the file that is wrong");
+  }
+  const auto check = [&](const char* key, int64_t processor, int64_t model) {
+    if (processor == model) return absl::OkStatus();
+    return invalid(dir, ": '", key, "' is ", processor, " for the image processor and ", model,
+                   " in the model's configuration");
+  };
+  PARVL_RETURN_IF_ERROR(check("patch_size", inputs.patch, spec.vision->patch));
+  PARVL_RETURN_IF_ERROR(check("temporal_patch_size", inputs.temporal_patch, spec.vision->temporal_patch));
+  PARVL_RETURN_IF_ERROR(check("merge_size", inputs.merge, spec.vision->merge));
+  PARVL_RETURN_IF_ERROR(check("in_channels", inputs.channels, spec.vision->in_channels));
+  return check("image_token_id", inputs.image_token, spec.image_token);
+}
+
 }  // namespace parvl

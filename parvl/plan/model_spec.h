@@ -79,6 +79,18 @@ struct ModelSpec {
   Json config;  // the whole config.json, written back with a checkpoint
 };
 
+// What an image processor makes, as the model must take it.
+struct ImageInputs {
+  int64_t patch = 0;
+  int64_t temporal_patch = 0;
+  int64_t merge = 0;
+  int64_t channels = 3;
+  int64_t image_token = -1;  // the placeholder that the prompt's images stand on
+};
+// InvalidArgument naming the field that differs, or that the model takes no images. `dir` is where the processor is
+// from.
+absl::Status check_image_inputs(const ModelSpec& spec, const ImageInputs& inputs, const std::string& dir);
+
 // Errors: an unknown model_type lists the known ones; a missing field, an inconsistent size (heads that do not divide)
 // or a feature that is not built yet (sliding windows, quantised weights, other rotary scalings) is named.
 absl::StatusOr<ModelSpec> parse_model_spec(const Json& config, const std::string& name);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 
 namespace parvl {
 namespace {
@@ -80,7 +81,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
   const at::ScalarType value_type = to_scalar_type(dtype);
   const at::ScalarType master_type = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
   std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim));
-  std::map<std::pair<double, double>, size_t> index;
+  std::map<std::tuple<Module, double, double>, size_t> index;  // one module a group: later each has its own mesh
   for (Param* param : params.owned()) {
     if (frozen(params, *param, recipe.train)) {
       param->value = at::empty(param->shape, at::TensorOptions().dtype(value_type).device(device));
@@ -88,12 +89,12 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
       param->main_grad = at::Tensor();
       continue;
     }
-    const auto key = settings(params, *param, recipe.optim);
-    auto [it, added] = index.emplace(key, optimizer->groups_.size());
+    const auto [lr, weight_decay] = settings(params, *param, recipe.optim);
+    auto [it, added] = index.emplace(std::tuple(param->module, lr, weight_decay), optimizer->groups_.size());
     if (added) {
       optimizer->groups_.emplace_back();
-      optimizer->groups_.back().lr = key.first;
-      optimizer->groups_.back().weight_decay = key.second;
+      optimizer->groups_.back().lr = lr;
+      optimizer->groups_.back().weight_decay = weight_decay;
     }
     optimizer->groups_[it->second].params.push_back(param);
   }

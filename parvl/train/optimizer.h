@@ -11,7 +11,7 @@
 
 namespace parvl {
 
-// Parameters with one learning rate and one weight decay.
+// Parameters of one module with one learning rate and one weight decay.
 struct OptimGroupState {
   double lr = 0;
   double weight_decay = 0;

@@ -154,6 +154,7 @@ TEST_F(GeneratorTest, ContextLimitOfTheCaller) {
   EXPECT_EQ(generate(*generator, plain({1, 2, 3}), sampled(0, 0, -1)).token_ids.size(), 7u) << "up to the context";
   EXPECT_THAT(error(*generator, plain(std::vector<TokenId>(10, 5)), sampled(0, 0, 1)), HasSubstr("limit is 10"));
   EXPECT_THAT(refusal(dir, {.device = "cpu", .max_model_len = 257}), AllOf(HasSubstr("257"), HasSubstr("256")));
+  EXPECT_THAT(refusal(dir, {.device = "cpu", .max_model_len = -1}), HasSubstr("negative"));
 }
 
 TEST_F(GeneratorTest, SamplingFieldsAreChecked) {
