@@ -1,4 +1,4 @@
-// Text for people: closest spellings, excerpts that are safe to print, one-line messages.
+// Text for people: closest spellings, excerpts that are safe to print, one-line messages. And text out of URLs.
 #pragma once
 
 #include <string>
@@ -21,5 +21,8 @@ std::string excerpt(std::string_view text, size_t max_bytes = 60);
 
 // `text` on one line: line breaks and other control characters become single spaces, the ends are trimmed.
 std::string one_line(std::string_view text);
+
+// The text of a part of a URL: %41 → A; a '%' without two digits stays.
+std::string percent_decode(std::string_view text);
 
 }  // namespace parvl

@@ -165,7 +165,7 @@ asio::awaitable<void> Gateway::reply_models(HttpConnection& connection) {
     co_await connection.reply(200, dump_json(models));
     co_return;
   }
-  const std::string name(connection.path().substr(sizeof kModels));
+  const std::string name = percent_decode(connection.path().substr(sizeof kModels));
   if (absl::Status status = check_model(name); !status.ok()) {
     co_await connection.reply_error(std::move(status));
   } else {

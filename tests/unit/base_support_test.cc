@@ -45,6 +45,15 @@ TEST(Text, ExcerptIsPrintableAndBounded) {
 
 TEST(Text, OneLine) { EXPECT_EQ(one_line("  a\n\n b\tc \r\n"), "a b c"); }
 
+TEST(Text, PercentDecode) {
+  EXPECT_EQ(percent_decode("plain"), "plain");
+  EXPECT_EQ(percent_decode("org%2Fname%3a%41"), "org/name:A");
+  EXPECT_EQ(percent_decode("%25%32%35"), "%25");  // once, not again
+  EXPECT_EQ(percent_decode("100%"), "100%");
+  EXPECT_EQ(percent_decode("%4%zz%"), "%4%zz%");
+  EXPECT_EQ(percent_decode("a%00b"), std::string("a\0b", 3));
+}
+
 TEST(Log, OneLineWithItsLevel) {
   EXPECT_EQ(format_log_line(LogLevel::kWarning, "two\nlines"), "warning: two lines");
   EXPECT_EQ(format_log_line(LogLevel::kInfo, "plain"), "plain");

@@ -189,6 +189,7 @@ TEST_F(ServerTest, ModelsVersionAndProbes) {
   EXPECT_EQ(list["data"][0]["max_model_len"], 200);
   EXPECT_EQ(list["data"][0]["parvl"]["modules"]["vision_encoder"], "test");
   EXPECT_EQ(get("/v1/models/alias").json()["id"], "alias");
+  EXPECT_EQ(get("/v1/models/%61li%61s").json()["id"], "alias");
   EXPECT_EQ(get("/v1/models/other").status, 404);
   EXPECT_EQ(get("/version").json()["version"], "9.9");
   for (const char* path : {"/livez", "/readyz", "/health", "/health?verbose=1"})
