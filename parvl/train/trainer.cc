@@ -32,11 +32,9 @@ std::vector<SequenceInput> to_sequences(const std::vector<Prompt>& prompts, size
 }
 
 absl::Status Trainer::run() {
-  return catch_exceptions("training failed", [&] {
-    const absl::Status status = train_loop();
-    output_->finish();
-    return status;
-  });
+  const absl::Status status = catch_exceptions("training failed", [&] { return train_loop(); });
+  output_->finish();
+  return status;
 }
 
 absl::Status Trainer::train_loop() {
@@ -56,16 +54,16 @@ absl::Status Trainer::train_loop() {
     output_->line(absl::StrCat("all ", last, " steps are done; raise train.steps to go on"));
   absl::Status ended;
   while (ended.ok() && optimizer_->steps_done() < last && !stopping()) {
-    ended = next_step(loader).status();
+    // Caught here, where the steps before can still be saved.
+    ended = catch_exceptions(absl::StrCat("step ", optimizer_->steps_done() + 1, " failed"),
+                             [&] { return next_step(loader); });
     const int64_t every = recipe_.train.checkpoint_every, done = optimizer_->steps_done();
     if (!ended.ok() || !((every > 0 && done % every == 0) || done == last)) continue;
     PARVL_RETURN_IF_ERROR(save());
     if (!stopping()) PARVL_RETURN_IF_ERROR(evaluate());
   }
-  // Not after numbers that are not finite: going on from there would only end the same way.
-  const bool worth_saving = ended.ok() || exit_code(ended) == 2;
-  if (worth_saving && optimizer_->steps_done() > std::max<int64_t>(0, saved_step_)) PARVL_RETURN_IF_ERROR(save());
-  if (!ended.ok() || optimizer_->steps_done() == last) return ended;
+  PARVL_RETURN_IF_ERROR(save_the_rest(ended));
+  if (optimizer_->steps_done() == last) return absl::OkStatus();
   const bool continues = recipe_.train.resume == "auto" || recipe_.train.resume == "must";
   output_->line(
       absl::StrCat("stopped after step ", optimizer_->steps_done(), " as asked; ",
@@ -73,14 +71,21 @@ absl::Status Trainer::train_loop() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<StepResult> Trainer::next_step(BatchLoader& loader) {
+// Saves the steps that no checkpoint holds yet. Gives `ended` back; a failure to save only adds to its message.
+absl::Status Trainer::save_the_rest(const absl::Status& ended) {
+  if (!worth_saving_ || optimizer_->steps_done() <= std::max<int64_t>(0, saved_step_)) return ended;
+  const absl::Status saved = catch_exceptions("saving failed", [&] { return save(); });
+  if (saved.ok() || ended.ok()) return ended.ok() ? saved : ended;
+  return absl::Status(ended.code(), absl::StrCat(ended.message(), "; after that, ", saved.message()));
+}
+
+absl::Status Trainer::next_step(BatchLoader& loader) {
   const double start = env_.clock->now_seconds();
   output_->working("preparing data");
   PARVL_ASSIGN_OR_RETURN(const GlobalBatch batch, loader.next());
   output_->working("training");
   PARVL_ASSIGN_OR_RETURN(const StepResult result, train_step(batch));
-  PARVL_RETURN_IF_ERROR(after_step(result, env_.clock->now_seconds() - start));
-  return result;
+  return after_step(result, env_.clock->now_seconds() - start);
 }
 
 absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
@@ -116,11 +121,14 @@ absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
   result.grad_norm = figures[1].item<double>();
   const int64_t step = optimizer_->steps_done();
   if (!std::isfinite(result.loss) || !std::isfinite(result.grad_norm)) {
+    worth_saving_ = false;  // going on from there would only end the same way
     return failed(
         "step ", step + 1, ": the loss is ", result.loss, " and the gradient norm ", result.grad_norm,
         ", not finite; the weights were not changed. Lower optim.lr, raise optim.warmup_steps or set optim.clip_norm");
   }
+  worth_saving_ = false;  // stays so when the update throws half-way
   optimizer_->step(lr_factor(recipe_.optim, step, recipe_.train.steps));
+  worth_saving_ = true;
   return result;
 }
 

@@ -48,7 +48,8 @@ class Trainer {
   ~Trainer();
 
   // To the last step, or until stop_requested. The last step done is always saved, also when stopped or when a later
-  // sample cannot be read. A loss or gradient that is not finite ends the run before it reaches the weights.
+  // step fails (a bad sample, no memory), unless the weights may be half updated. A loss or gradient that is not finite
+  // ends the run before it reaches the weights; nothing is saved then.
   absl::Status run();
 
   // One optimizer step on one global batch; what `run` repeats. A batch without targets only counts.
@@ -62,7 +63,8 @@ class Trainer {
   absl::Status load_model_and_data();
   absl::Status resume();
   absl::Status train_loop();
-  absl::StatusOr<StepResult> next_step(BatchLoader& loader);
+  absl::Status save_the_rest(const absl::Status& ended);
+  absl::Status next_step(BatchLoader& loader);
   absl::Status after_step(const StepResult& result, double seconds);
   absl::Status save();
   absl::Status evaluate();
@@ -81,6 +83,8 @@ class Trainer {
   Json identity_;
   int64_t run_ = 0;          // see CheckpointContents
   int64_t saved_step_ = -1;  // the newest step that a checkpoint of this run holds
+  // False where going on from the weights makes no sense: half updated, or their next numbers are not finite.
+  bool worth_saving_ = true;
   // Sums since the last logged step.
   double interval_seconds_ = 0, interval_flops_ = 0;
   int64_t interval_tokens_ = 0;

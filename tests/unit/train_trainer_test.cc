@@ -3,7 +3,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <set>
+#include <stdexcept>
 
 #include "parvl/models/checkpoint.h"
 #include "parvl/train/score.h"
@@ -190,6 +192,13 @@ TEST_F(TrainerTest, ResumeModes) {
   ASSERT_TRUE(run().ok());
   EXPECT_EQ(losses(), std::vector<double>(whole.begin() + 4, whole.end()));
   EXPECT_EQ(*sha256_file((folder_ / "branch/step-6/model.safetensors").string()), end);
+  // Also where no step is left to do: the last one is saved all the same.
+  recipe_.train.resume = (folder_ / "out/step-6").string();
+  recipe_.train.out = (folder_ / "copy").string();
+  ASSERT_TRUE(run().ok());
+  EXPECT_TRUE(losses().empty());
+  EXPECT_EQ(list_checkpoints(recipe_.train.out), std::vector<int64_t>{6});
+  EXPECT_EQ(*sha256_file((folder_ / "copy/step-6/model.safetensors").string()), end);
   recipe_.train.resume = (folder_ / "branch").string();
   EXPECT_THAT(refused(), HasSubstr("is no whole checkpoint"));
   recipe_.train.resume = (folder_ / "nowhere").string();
@@ -219,6 +228,73 @@ TEST_F(TrainerTest, ABadSampleKeepsTheStepsBeforeIt) {
   ASSERT_LT(done, 6u);
   ASSERT_GT(done, 0u) << "choose another shuffle_seed";
   EXPECT_EQ(list_checkpoints(recipe_.train.out), std::vector<int64_t>{static_cast<int64_t>(done)});
+}
+
+TEST_F(TrainerTest, APictureThatGoesAwayKeepsTheStepsBeforeIt) {
+  recipe_.data.global_batch = 2;
+  recipe_.data.shuffle_seed = 2;
+  auto trainer = make();
+  ASSERT_TRUE(trainer);
+  fs::remove(folder_ / "5.png");  // it was there when the data were read
+  const absl::Status status = trainer->run();
+  EXPECT_THAT(std::string(status.message()), HasSubstr("5.png"));
+  const size_t done = losses().size();
+  ASSERT_LT(done, 6u);
+  ASSERT_GT(done, 0u) << "choose another shuffle_seed";
+  EXPECT_EQ(list_checkpoints(recipe_.train.out), std::vector<int64_t>{static_cast<int64_t>(done)});
+}
+
+// An exception stands for what a library may throw in a step, such as out of memory.
+TEST_F(TrainerTest, AnExceptionInAStepKeepsTheStepsBeforeIt) {
+  recipe_.train.checkpoint_every = 2;
+  TrainerEnvironment throwing = environment();
+  throwing.record = [this](const Json& event) {
+    events_.push_back(event);
+    if (losses().size() == 3 && event["event"] == "step") throw std::bad_alloc();
+  };
+  auto trainer = Trainer::create(recipe_, throwing);
+  ASSERT_TRUE(trainer.ok()) << trainer.status();
+  const absl::Status status = (*trainer)->run();
+  EXPECT_EQ(exit_code(status), 1);
+  EXPECT_EQ(status.message(), "step 3 failed: out of memory");
+  EXPECT_EQ(list_checkpoints(recipe_.train.out), (std::vector<int64_t>{3, 2}));
+  const std::string third = weights(3), third_moments = moments(3);
+  trainer->reset();
+  ASSERT_TRUE(run().ok());  // goes on from there
+  EXPECT_EQ(losses().size(), 3u);
+  recipe_.train.resume = "never";
+  stop_after_ = 3;
+  ASSERT_TRUE(run().ok());
+  EXPECT_EQ(weights(3), third);
+  EXPECT_EQ(moments(3), third_moments);
+}
+
+TEST_F(TrainerTest, AFailureToSaveDoesNotHideTheFirstOne) {
+  TrainerEnvironment throwing = environment();
+  throwing.record = [this](const Json& event) {
+    events_.push_back(event);
+    if (losses().size() == 2) {
+      fs::remove_all(recipe_.train.out);
+      std::ofstream(recipe_.train.out) << "a file where the folder was";
+      throw std::runtime_error("the first cause\nand a backtrace");
+    }
+  };
+  auto trainer = Trainer::create(recipe_, throwing);
+  ASSERT_TRUE(trainer.ok()) << trainer.status();
+  const absl::Status status = (*trainer)->run();
+  EXPECT_EQ(exit_code(status), 1);
+  EXPECT_THAT(std::string(status.message()), ::testing::StartsWith("step 2 failed: the first cause; after that, "));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the checkpoint of step 2 was not saved"));
+}
+
+TEST_F(TrainerTest, NumbersThatAreNotFiniteAreNotGoneOnFrom) {
+  recipe_.optim.lr = 1e30;
+  recipe_.train.steps = 20;
+  const absl::Status status = run();
+  EXPECT_EQ(exit_code(status), 1);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("not finite"));
+  EXPECT_GT(losses().size(), 0u);
+  EXPECT_TRUE(list_checkpoints(recipe_.train.out).empty());
 }
 
 TEST_F(TrainerTest, TwoRunsDoNotShareAFolder) {
