@@ -33,6 +33,13 @@ absl::StatusOr<Peak> find_peak(absl::Span<const float> logits) {
   return peak;
 }
 
+// The same of logits that the request's fields have edited. The model's own were fine, so what is wrong is the request.
+absl::StatusOr<Peak> find_edited_peak(absl::Span<const float> logits) {
+  const absl::StatusOr<Peak> peak = find_peak(logits);
+  if (peak.ok()) return peak;
+  return invalid("no token may be chosen: min_tokens, logit_bias or a penalty of the request leaves no usable logit");
+}
+
 bool likelier(const Sampler::Candidate& a, const Sampler::Candidate& b) {
   return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
 }
@@ -158,7 +165,7 @@ absl::StatusOr<absl::Span<const Sampler::Candidate>> Sampler::candidates(absl::S
   PARVL_CHECK(params_.temperature > 0, "a draw needs a temperature");
   PARVL_RETURN_IF_ERROR(find_peak(raw).status());
   const absl::Span<const float> logits = edited(raw);
-  PARVL_ASSIGN_OR_RETURN(const Peak peak, find_peak(logits));
+  PARVL_ASSIGN_OR_RETURN(const Peak peak, find_edited_peak(logits));
   gather(logits, peak.logit);
   if (params_.top_p < 1.0) keep_top_p();
   return absl::Span<const Candidate>(candidates_);
@@ -169,7 +176,7 @@ absl::StatusOr<Sampler::Choice> Sampler::choose(absl::Span<const float> logits) 
   if (params_.temperature == 0) {
     PARVL_ASSIGN_OR_RETURN(Peak peak, find_peak(logits));
     if (edits_logits()) {
-      PARVL_ASSIGN_OR_RETURN(peak, find_peak(edited(logits)));
+      PARVL_ASSIGN_OR_RETURN(peak, find_edited_peak(edited(logits)));
     }
     choice.token_id = peak.id;
   } else {

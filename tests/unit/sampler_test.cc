@@ -116,6 +116,17 @@ TEST(SamplerEdits, NothingLeftIsAnError) {
   Sampler sampler(params, {0, 1}, {});
   const auto choice = sampler.choose(std::vector<float>{1, 2});
   EXPECT_THAT(std::string(choice.status().message()), HasSubstr("no token may be chosen"));
+  EXPECT_EQ(choice.status().code(), absl::StatusCode::kInvalidArgument) << "the request's fault";
+}
+
+TEST(SamplerEdits, AnOverflowingPenaltyIsTheRequestsFault) {
+  SamplingParams params = greedy();
+  params.repetition_penalty = 1e-40;  // valid: above 0
+  Sampler sampler(params, {}, {0});
+  EXPECT_EQ(sampler.choose(std::vector<float>{1, 2}).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(sampler.choose(std::vector<float>{std::numeric_limits<float>::quiet_NaN(), 2}).status().code(),
+            absl::StatusCode::kInternal)
+      << "the model's";
 }
 
 TEST(SamplerFilters, TopKKeepsWhatEqualsTheLast) {
