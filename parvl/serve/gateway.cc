@@ -82,7 +82,7 @@ absl::Status Gateway::check_key(const HttpConnection& connection) const {
                    "invalid_api_key");
 }
 
-absl::Status Gateway::health() const {
+absl::Status Gateway::accepts() const {
   switch (state_) {
     case State::kReady:
       return absl::OkStatus();
@@ -95,17 +95,23 @@ absl::Status Gateway::health() const {
   return api_error(503, "the server is shutting down", "draining");
 }
 
+absl::Status Gateway::health() const {
+  PARVL_RETURN_IF_ERROR(accepts());
+  if (failure_.empty()) return absl::OkStatus();
+  return api_error(503, "the last generation failed: " + failure_, "generation_failed");
+}
+
 absl::Status Gateway::check(const HttpConnection& connection) {
   const std::string_view path = connection.path();
   PARVL_RETURN_IF_ERROR(check_key(connection));
   if (path == kChat) {
-    return connection.method() == http::verb::post ? health() : wrong_method(connection, "POST");
+    return connection.method() == http::verb::post ? accepts() : wrong_method(connection, "POST");
   }
   if (is_probe(path) || path == "/version") {
     return is_get(connection) ? absl::OkStatus() : wrong_method(connection, "GET");
   }
   if (path == kModels || path.starts_with("/v1/models/")) {
-    return is_get(connection) ? health() : wrong_method(connection, "GET");
+    return is_get(connection) ? accepts() : wrong_method(connection, "GET");
   }
   if (path == "/v1/completions" || path == "/tokenize" || path == "/detokenize" || path == "/metrics") {
     return api_error(400, std::string(path) + " is not available yet", "not_available_yet");
@@ -117,7 +123,7 @@ asio::awaitable<void> Gateway::handle(HttpConnection& connection) {
   if (state_ == State::kDraining || state_ == State::kCutting) connection.close_after_this();
   const std::string_view path = connection.path();
   if (path == kChat) {
-    absl::Status status = health();  // again: the body may have taken its time
+    absl::Status status = accepts();  // again: the body may have taken its time
     if (!status.ok()) co_return co_await connection.reply_error(std::move(status));
     co_await serve_chat(*this, connection);
   } else if (path == "/livez") {
@@ -198,6 +204,20 @@ void Gateway::finished(const HttpConnection& connection, int http_status) {
 void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
   model_ = std::move(model);
   if (state_ == State::kLoading) state_ = State::kReady;
+}
+
+// Requests are still taken while the server is unhealthy: only one that succeeds can show that the trouble is over. A
+// generation that its client left has the finish reason none and tells nothing.
+void Gateway::generation_ended(const absl::StatusOr<GenerateResult>& result) {
+  if (result.status().code() == absl::StatusCode::kInternal) {
+    const bool first = failure_.empty();
+    failure_ = one_line(result.status().message());
+    if (failure_.empty()) failure_ = "no reason was given";
+    if (first) log_warning("the server is unhealthy until a generation succeeds: ", failure_);
+  } else if (result.ok() && result->finish != FinishReason::kNone && !failure_.empty()) {
+    failure_.clear();
+    log_info("a generation succeeded: the server is healthy again");
+  }
 }
 
 void Gateway::drain(std::function<void()> when_idle) {

@@ -41,6 +41,8 @@ class Gateway : public HttpHandler {
   void finished(const HttpConnection& connection, int http_status) override;
 
   void model_loaded(std::unique_ptr<LoadedModel> model);
+  // How a generation ended. One that failed inside (not by its request) makes the server unhealthy until one succeeds.
+  void generation_ended(const absl::StatusOr<GenerateResult>& result);
   // No new requests; `when_idle` is called once none is left, at once if there is none.
   void drain(std::function<void()> when_idle);
   void cut();  // what is still running ends with an error
@@ -77,7 +79,8 @@ class Gateway : public HttpHandler {
 
  private:
   absl::Status check_key(const HttpConnection& connection) const;
-  absl::Status health() const;
+  absl::Status accepts() const;  // requests: the model is loaded and nobody shuts down
+  absl::Status health() const;   // accepts(), and the last generation did not fail
   Json model_card(const std::string& name) const;
   asio::awaitable<void> reply_health(HttpConnection& connection);
   asio::awaitable<void> reply_models(HttpConnection& connection);
@@ -91,6 +94,7 @@ class Gateway : public HttpHandler {
   std::unique_ptr<LoadedModel> model_;
   int64_t created_;  // of the model, in seconds since 1970
   State state_ = State::kLoading;
+  std::string failure_;  // why the last generation failed, or ""
   std::list<Wakeup*> active_;
   std::function<void()> when_idle_;
   std::vector<std::string> key_hashes_;

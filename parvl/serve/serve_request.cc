@@ -32,8 +32,9 @@ std::shared_ptr<GenerationThread::Job> start_generation(Gateway& gateway, Prompt
       deltas->wakeup->notify();
     });
   };
-  job->on_end = [&io, deltas](const absl::StatusOr<GenerateResult>& result) {
-    asio::post(io, [deltas, result] {
+  job->on_end = [&gateway, &io, deltas](const absl::StatusOr<GenerateResult>& result) {
+    asio::post(io, [&gateway, deltas, result] {
+      gateway.generation_ended(result);
       deltas->end = result;
       deltas->wakeup->notify();
     });

@@ -104,6 +104,50 @@ TEST_F(ServerTest, ProbesSayLoadingUntilTheModelIsThere) {
   EXPECT_EQ(chat(user_says("hi")).status, 200);
 }
 
+TEST_F(ServerTest, AFailedGenerationIsSeenByTheProbesUntilOneSucceeds) {
+  start();
+  const auto fail_with = [this](const absl::Status& error) {
+    std::lock_guard lock(script_->mutex);
+    script_->fail_after = error.ok() ? -1 : 0;
+    script_->error = error;
+  };
+  const auto expect_failed = [this] {
+    for (const char* path : {"/health", "/readyz"}) {
+      const TestReply reply = get(path);
+      EXPECT_EQ(reply.status, 503) << path;
+      EXPECT_EQ(reply.code(), "generation_failed");
+      EXPECT_EQ(reply.message(), "the last generation failed: device lost");
+    }
+    EXPECT_EQ(get("/livez").status, 200);
+    EXPECT_EQ(get("/v1/models").status, 200);
+  };
+  fail_with(invalid("no room"));  // the request's own fault
+  EXPECT_EQ(chat(user_says("hi")).status, 400);
+  EXPECT_EQ(get("/health").status, 200);
+  fail_with(failed("device\nlost"));
+  EXPECT_EQ(chat(user_says("hi")).status, 500);
+  expect_failed();
+  fail_with(invalid("no room"));  // says nothing about the device
+  EXPECT_EQ(chat(user_says("hi")).status, 400);
+  expect_failed();
+
+  fail_with(absl::OkStatus());
+  close_gate();
+  TestClient leaves(server_->port());
+  leaves.send(chat_request(user_says("hi")));
+  ASSERT_TRUE(script_->wait_for([&] { return script_->started == 4; }));
+  leaves.close();
+  ASSERT_TRUE(wait_admitted(0));
+  script_->allow(1);  // which its client does not take
+  ASSERT_TRUE(script_->wait_for([&] { return script_->cancelled == 1; }));
+  expect_failed();
+
+  open_gate();
+  EXPECT_EQ(chat(user_says("hi")).status, 200);
+  EXPECT_EQ(get("/health").status, 200);
+  EXPECT_EQ(get("/readyz").status, 200);
+}
+
 TEST_F(ServerTest, LoadFailureEndsRun) {
   start_with([]() -> absl::StatusOr<std::unique_ptr<Generator>> { return invalid("no config.json in models/tiny"); });
   join();
