@@ -176,6 +176,16 @@ def machine_words(tree):
                 yield f"{path}:{text.count(chr(10), 0, match.start()) + 1}: names the host {match.group(1)}"
 
 
+def placeholders(tree):
+    """Cells of README.md's tables that wait for a figure: | EVAL_ALL |."""
+    for number, line in enumerate(tree.get("README.md", "").split("\n"), 1):
+        if not line.lstrip().startswith("|"):
+            continue
+        for cell in line.split("|"):
+            if re.fullmatch(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+", cell.strip()):
+                yield f"README.md:{number}: the placeholder {cell.strip()} waits for its value"
+
+
 def dead_files(tree):
     cmake = "\n".join(text for path, text in tree.items() if path.endswith(("CMakeLists.txt", ".cmake")))
     words = set(re.findall(r"[\w.-]+", cmake))

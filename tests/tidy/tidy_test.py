@@ -92,6 +92,10 @@ class House(unittest.TestCase):
     def test_machine_paths_and_hosts(self):
         self.none(checks.machine_words(self.tree))
 
+    def test_placeholders(self):
+        self.assertIn("README.md", self.tree)
+        self.none(checks.placeholders(self.tree))
+
     def test_formatting(self):
         files = [path for path in self.tree if path.endswith(checks.CPP)]
         run = subprocess.run(["clang-format", "--dry-run", "-Werror", *files], cwd=ROOT, capture_output=True, text=True)
@@ -164,6 +168,11 @@ class Checks(unittest.TestCase):
         tree = {"a.md": f"see {slash}home{slash}someone/x and build/work/x, $HOME/x\nhttps:{slash}/index.somewhere.net/simple\n"
                         f"http:{slash}/127.0.0.1:8000 https:{slash}/github.com/a/b http:{slash}/files.example.com/x\n"}
         self.found(checks.machine_words(tree), "a.md:1: the path", "a.md:2: names the host index.somewhere.net")
+
+    def test_placeholders(self):
+        tree = {"README.md": "set NOT_A_CELL\n| all | EVAL_ALL |\n|---|---|\n| `DEMO_TRAIN` | 98.4 % |\n| A | EVAL_1 | EVAL_2 |\n",
+                "docs/other.md": "| EVAL_ALL |\n"}
+        self.found(checks.placeholders(tree), "README.md:2: the placeholder EVAL_ALL", "README.md:5: the placeholder EVAL_1", "EVAL_2")
 
     def test_headers_names_and_whitespace(self):
         self.found(checks.headers({"parvl/base/a.h": "int x;\n"}), "pragma once", "comment")
