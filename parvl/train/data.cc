@@ -62,9 +62,9 @@ int64_t SampleOrder::at(int64_t position) {
 }
 
 absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts,
-                                      const PrepareOptions& options, int64_t position) {
+                                      const PrepareOptions& options, int64_t position, ImageCache* images) {
   ImageCache none(0);
-  auto prompt = prepare(sample, prompts, options, position, none);
+  auto prompt = prepare(sample, prompts, options, position, images ? *images : none);
   return prompt.ok() ? std::move(prompt) : with_context(prompt.status(), sample.name);
 }
 

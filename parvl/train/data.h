@@ -47,16 +47,18 @@ class SampleOrder {
   std::vector<uint32_t> permutation_;
 };
 
-// Reads, decodes, augments and tokenises one sample. `augment`: none | dihedral; the symmetry is a function of (seed,
-// position), one for all images of the sample. Errors name the sample (and the image). A sample longer than max_length
-// is refused.
+class ImageCache;
+
+// Reads, decodes, augments and tokenises one sample; decoded images come from `images` where it is given. `augment`:
+// none | dihedral; the symmetry is a function of (seed, position), one for all images of the sample. Errors name the
+// sample (and the image). A sample longer than max_length is refused.
 struct PrepareOptions {
   std::string augment = "none";
   uint64_t seed = 0;
   int64_t max_length = 0;  // tokens; must be > 0
 };
 absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts,
-                                      const PrepareOptions& options, int64_t position);
+                                      const PrepareOptions& options, int64_t position, ImageCache* images = nullptr);
 
 // All samples of one step, in order; a micro batch is a run of `micro_batch` of them.
 struct GlobalBatch {

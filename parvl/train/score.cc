@@ -17,8 +17,8 @@ absl::StatusOr<Score> score_dataset(const Model& model, const PromptBuilder& pro
     const int64_t end = std::min(begin + options.batch, count);
     std::vector<Prompt> batch;
     for (int64_t i = begin; i < end; ++i) {
-      PARVL_ASSIGN_OR_RETURN(Prompt prompt,
-                             prepare_sample(data.sample(i), prompts, {.max_length = options.max_length}, i));
+      PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_sample(data.sample(i), prompts, {.max_length = options.max_length},
+                                                           i, options.images));
       batch.push_back(std::move(prompt));
     }
     const PackedBatch packed = pack(model, to_sequences(batch, 0, batch.size()), device);

@@ -11,7 +11,8 @@ namespace parvl {
 struct ScoreOptions {
   int64_t batch = 16;
   int64_t max_length = 0;
-  int64_t limit = 0;  // samples; 0: all
+  int64_t limit = 0;             // samples; 0: all
+  ImageCache* images = nullptr;  // decoded images, as several samples may share one; borrowed, may be null
   std::function<void()> on_batch;
   std::function<bool()> stop_requested;  // asked after every batch; true: leave with Cancelled
 };

@@ -179,6 +179,7 @@ absl::Status Trainer::evaluate() {
   options.batch = recipe_.data.micro_batch;
   options.max_length = recipe_.data.max_length;
   options.stop_requested = env_.stop_requested;
+  options.images = eval_images_.get();
   const auto score = score_dataset(*model_, *prompts_, *eval_set_, device_, options);
   if (absl::IsCancelled(score.status())) return absl::OkStatus();  // the loop leaves
   PARVL_RETURN_IF_ERROR(score.status());

@@ -15,6 +15,7 @@
 
 namespace parvl {
 
+class ImageCache;
 class RunOutput;
 
 struct StepResult {
@@ -61,6 +62,7 @@ class Trainer {
   Trainer(const Recipe& recipe, TrainerEnvironment environment);
   absl::Status set_up();
   absl::Status load_model_and_data();
+  absl::Status check_eval_set();
   absl::Status resume();
   absl::Status train_loop();
   absl::Status save_the_rest(const absl::Status& ended);
@@ -78,6 +80,7 @@ class Trainer {
   std::unique_ptr<RunOutput> output_;
   std::shared_ptr<const PromptBuilder> prompts_;
   std::shared_ptr<const Dataset> train_set_, eval_set_;
+  std::unique_ptr<ImageCache> eval_images_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Optimizer> optimizer_;
   Json identity_;

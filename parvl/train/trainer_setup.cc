@@ -6,6 +6,7 @@
 #include "parvl/base/file.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
+#include "parvl/train/data_image_cache.h"
 #include "parvl/train/trainer.h"
 #include "parvl/train/trainer_output.h"
 
@@ -13,6 +14,7 @@ namespace parvl {
 namespace {
 
 constexpr char kStartingWeights[] = "weights at the start";
+constexpr size_t kEvalImageBytes = size_t{256} << 20;  // bound on decoded pixels kept from one evaluation to the next
 
 std::string short_hash(std::string_view text) { return sha256_hex(text).substr(0, 16); }
 
@@ -146,7 +148,8 @@ absl::Status Trainer::load_model_and_data() {
   if (prompts_->has_images()) {
     const ImageProcessorConfig& images = prompts_->image_processor().config();
     PARVL_RETURN_IF_ERROR(check_image_inputs(
-        spec, {images.patch_size, images.temporal_patch_size, images.merge_size, 3, prompts_->image_token()}, text_dir));
+        spec, {images.patch_size, images.temporal_patch_size, images.merge_size, 3, prompts_->image_token()},
+        text_dir));
   }
   if (prompts_->tokenizer().vocab_size() > spec.backbone.vocab) {
     return invalid(text_dir, ": the tokenizer has ", prompts_->tokenizer().vocab_size(),
@@ -156,6 +159,7 @@ absl::Status Trainer::load_model_and_data() {
   PARVL_ASSIGN_OR_RETURN(train_set_, Dataset::load(recipe_.data.train, env_.base_dir));
   if (!recipe_.data.eval.empty()) {
     PARVL_ASSIGN_OR_RETURN(eval_set_, Dataset::load(recipe_.data.eval, env_.base_dir));
+    PARVL_RETURN_IF_ERROR(with_context(check_eval_set(), "data.eval"));
   }
   output_->working("loading the model");
   model_ = Model::create(spec);
@@ -167,6 +171,18 @@ absl::Status Trainer::load_model_and_data() {
     optimizer_->refresh_values();
   }
   identity_ = identity_of(recipe_, *model_, *train_set_);
+  return absl::OkStatus();
+}
+
+// Prepares every sample once: what is wrong with one is said now and not at the first checkpoint, hours later. It costs
+// what each evaluation costs before the model runs, and the decoded images are kept for these.
+absl::Status Trainer::check_eval_set() {
+  output_->working("checking the evaluation data");
+  eval_images_ = std::make_unique<ImageCache>(kEvalImageBytes);
+  const PrepareOptions options{.max_length = recipe_.data.max_length};
+  for (int64_t i = 0; i < eval_set_->size() && !stopping(); ++i) {
+    PARVL_RETURN_IF_ERROR(prepare_sample(eval_set_->sample(i), *prompts_, options, i, eval_images_.get()).status());
+  }
   return absl::OkStatus();
 }
 

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "parvl/models/checkpoint.h"
+#include "parvl/train/data_image_cache.h"
 #include "parvl/train/score.h"
 #include "parvl/train/trainer.h"
 #include "parvl/train/trainer_output.h"
@@ -303,6 +304,46 @@ TEST_F(TrainerTest, TwoRunsDoNotShareAFolder) {
   EXPECT_THAT(message, HasSubstr("another process trains into"));
   first.reset();
   EXPECT_TRUE(run().ok());
+}
+
+TEST_F(TrainerTest, ABadEvaluationSampleIsRefusedBeforeTheFirstStep) {
+  std::ofstream eval(folder_ / "eval.jsonl");
+  for (int i = 0; i < 3; ++i) eval << line(i).dump() << "\n";
+  eval << R"({"messages": [{"role": "user", "content": [{"type": "image", "image": "bad.png"}]}]})"
+       << "\n";
+  eval.close();
+  std::ofstream(folder_ / "bad.png") << "not a picture";
+  recipe_.data.eval = (folder_ / "eval.jsonl").string();
+  const std::string broken = refused();
+  EXPECT_THAT(broken, HasSubstr("data.eval: "));
+  EXPECT_THAT(broken, HasSubstr("eval.jsonl:4"));
+  EXPECT_THAT(broken, HasSubstr("bad.png"));
+  EXPECT_TRUE(events_.empty());
+  Json longer = line(3);
+  std::string text;
+  for (int i = 0; i < 2000; ++i) absl::StrAppend(&text, i, " ");
+  longer["messages"][0]["content"] = text;
+  std::ofstream(folder_ / "eval.jsonl") << line(0).dump() << "\n" << longer.dump() << "\n";
+  EXPECT_THAT(refused(), HasSubstr("over the maximum length of 1024"));
+  EXPECT_TRUE(events_.empty());
+}
+
+TEST_F(TrainerTest, ScoringReadsASharedImageOnce) {
+  std::ofstream shared(folder_ / "shared.jsonl");
+  for (int i = 0; i < 4; ++i) shared << line(0).dump() << "\n";
+  shared.close();
+  auto trainer = make();
+  ASSERT_TRUE(trainer);
+  const auto data = *Dataset::load("shared.jsonl", folder_.string());
+  const auto prompts = *PromptBuilder::load(recipe_.tokenizer);
+  ImageCache images(size_t{1} << 20);
+  ScoreOptions options{.batch = 3, .max_length = 1000};
+  const auto without = score_dataset(trainer->model(), *prompts, *data, at::kCPU, options);
+  options.images = &images;
+  const auto with = score_dataset(trainer->model(), *prompts, *data, at::kCPU, options);
+  ASSERT_TRUE(without.ok() && with.ok()) << without.status() << with.status();
+  EXPECT_EQ(with->loss, without->loss);
+  EXPECT_EQ(images.hits(), 3u);
 }
 
 TEST_F(TrainerTest, ScoreCountsSamplesWithAnswersOnly) {
