@@ -156,6 +156,10 @@ absl::Status Trainer::load_model_and_data() {
                    " ids, the model's vocabulary only ", spec.backbone.vocab);
   }
   if (recipe_.data.max_length <= 0) recipe_.data.max_length = spec.backbone.max_positions;
+  if (recipe_.data.max_length > spec.backbone.max_positions) {
+    return invalid("data.max_length is ", recipe_.data.max_length, ", over the model's max_position_embeddings of ",
+                   spec.backbone.max_positions, "; lower it, or set it to 0 for the model's");
+  }
   PARVL_ASSIGN_OR_RETURN(train_set_, Dataset::load(recipe_.data.train, env_.base_dir));
   if (!recipe_.data.eval.empty()) {
     PARVL_ASSIGN_OR_RETURN(eval_set_, Dataset::load(recipe_.data.eval, env_.base_dir));

@@ -74,7 +74,12 @@ class Messages(TrainCase):
         run = self.train("train.steps=2", "data.global_batch=8", code=2)
         self.assert_one_sentence(run)
         self.assertRegex(run.message(), r"data\.jsonl:6: has \d+ tokens, over the maximum length of 256; shorten it or raise data.max_length")
-        self.assertEqual(len(self.train("train.steps=1", "data.global_batch=8", "data.max_length=400").losses()), 1)
+        self.assertIn("data.max_length is 400, over the model's max_position_embeddings of 256", self.refused("data.max_length=400"))
+        lines[5] = {"messages": [turn("user", "red " * 120), turn("assistant", "b")]}
+        self.write_data(lines)
+        message = self.refused("train.steps=1", "data.global_batch=8", "data.max_length=110")
+        self.assertRegex(message, r"data\.jsonl:6: has \d+ tokens, over the maximum length of 110")
+        self.assertEqual(len(self.train("train.steps=1", "data.global_batch=8", "data.max_length=256").losses()), 1)
 
     def test_a_picture_that_cannot_be_read(self):
         (self.folder / "4.png").write_bytes((self.folder / "4.png").read_bytes()[:60])

@@ -328,6 +328,16 @@ TEST_F(TrainerTest, ABadEvaluationSampleIsRefusedBeforeTheFirstStep) {
   EXPECT_TRUE(events_.empty());
 }
 
+TEST_F(TrainerTest, ALengthThatTheModelCannotTakeIsRefused) {
+  recipe_.train.steps = 1;
+  recipe_.data.max_length = 1025;
+  const std::string message = refused();
+  EXPECT_THAT(message, HasSubstr("data.max_length is 1025"));
+  EXPECT_THAT(message, HasSubstr("max_position_embeddings of 1024"));
+  recipe_.data.max_length = 1024;
+  EXPECT_TRUE(run().ok());
+}
+
 TEST_F(TrainerTest, ScoringReadsASharedImageOnce) {
   std::ofstream shared(folder_ / "shared.jsonl");
   for (int i = 0; i < 4; ++i) shared << line(0).dump() << "\n";
