@@ -211,7 +211,7 @@ void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
 void Gateway::generation_ended(const absl::StatusOr<GenerateResult>& result) {
   if (result.status().code() == absl::StatusCode::kInternal) {
     const bool first = failure_.empty();
-    failure_ = one_line(result.status().message());
+    failure_ = one_line(std::string(result.status().message()));
     if (failure_.empty()) failure_ = "no reason was given";
     if (first) log_warning("the server is unhealthy until a generation succeeds: ", failure_);
   } else if (result.ok() && result->finish != FinishReason::kNone && !failure_.empty()) {
