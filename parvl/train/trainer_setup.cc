@@ -61,7 +61,8 @@ std::string weights_hash(const ParamTable& params) {
 
 std::string files_hash(const std::string& dir) {
   std::string text;
-  for (const char* name : kCompanionFiles) {
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+                           "preprocessor_config.json", "processor_config.json"}) {
     absl::StrAppend(&text, name, "=", sha256_file(dir + "/" + name).value_or("none"), "\n");
   }
   return short_hash(text);
@@ -145,15 +146,15 @@ absl::Status Trainer::load_model_and_data() {
     PARVL_ASSIGN_OR_RETURN(spec, parse_model_spec(config, recipe_.config));
   }
   PARVL_ASSIGN_OR_RETURN(prompts_, PromptBuilder::load(text_dir));
+  if (prompts_->tokenizer().vocab_size() > spec.backbone.vocab) {
+    return invalid(text_dir, ": the tokenizer has ", prompts_->tokenizer().vocab_size(),
+                   " ids, the model's vocabulary only ", spec.backbone.vocab);
+  }
   if (prompts_->has_images()) {
     const ImageProcessorConfig& images = prompts_->image_processor().config();
     PARVL_RETURN_IF_ERROR(check_image_inputs(
         spec, {images.patch_size, images.temporal_patch_size, images.merge_size, 3, prompts_->image_token()},
         text_dir));
-  }
-  if (prompts_->tokenizer().vocab_size() > spec.backbone.vocab) {
-    return invalid(text_dir, ": the tokenizer has ", prompts_->tokenizer().vocab_size(),
-                   " ids, the model's vocabulary only ", spec.backbone.vocab);
   }
   if (recipe_.data.max_length <= 0) recipe_.data.max_length = spec.backbone.max_positions;
   if (recipe_.data.max_length > spec.backbone.max_positions) {

@@ -1,8 +1,5 @@
-// Whole runs in one process: resuming, stopping, what may change between the parts of a run, the sign of life.
+// Whole runs in one process: resuming, stopping, what may change between the parts of a run.
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <new>
 #include <set>
 #include <stdexcept>
@@ -11,7 +8,6 @@
 #include "parvl/train/data_image_cache.h"
 #include "parvl/train/score.h"
 #include "parvl/train/trainer.h"
-#include "parvl/train/trainer_output.h"
 #include "train_fixture.h"
 
 namespace parvl {
@@ -370,38 +366,6 @@ TEST_F(TrainerTest, ScoreCountsSamplesWithAnswersOnly) {
   options.stop_requested = [] { return true; };
   EXPECT_EQ(score_dataset(trainer->model(), *prompts, *data, at::kCPU, options).status().code(),
             absl::StatusCode::kCancelled);
-}
-
-// Its clock is an hour later at every look, so that every silence is a long one.
-class FastClock : public Clock {
- public:
-  int64_t now_ns() const override { return now_.fetch_add(int64_t{3600} * 1'000'000'000); }
-  int64_t wall_ns() const override { return 0; }
-
- private:
-  mutable std::atomic<int64_t> now_{0};
-};
-
-TEST_F(TrainerTest, ALongOperationGivesASignOfLife) {
-  FastClock clock;
-  std::mutex mutex;
-  std::condition_variable written;
-  std::string text;
-  int lines = 0;
-  RunOutputOptions options;
-  options.write = [&](std::string_view part) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    text += part;
-    ++lines;
-    written.notify_all();
-  };
-  RunOutput output(clock, recipe_.train, options);
-  output.working("loading the model");
-  std::unique_lock<std::mutex> lock(mutex);
-  written.wait(lock, [&] { return lines >= 3; });  // nothing is called; the thread speaks
-  EXPECT_THAT(text, HasSubstr("loading the model ... "));
-  lock.unlock();
-  output.finish();
 }
 
 }  // namespace
