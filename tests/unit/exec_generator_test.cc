@@ -13,6 +13,16 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
 
+// A millisecond passes at every look.
+class SteppingClock : public Clock {
+ public:
+  int64_t now_ns() const override { return now_ += 1000000; }
+  int64_t wall_ns() const override { return now_; }
+
+ private:
+  mutable int64_t now_ = 0;
+};
+
 class GeneratorTest : public ModelDirTest {
  protected:
   // A whole directory: weights of the family, the rest from the example's start.
@@ -91,7 +101,8 @@ class GeneratorTest : public ModelDirTest {
 };
 
 TEST_F(GeneratorTest, EventsAreTheResult) {
-  auto generator = load(make_dir("qwen2"));
+  const SteppingClock clock;
+  auto generator = load(make_dir("qwen2"), {.device = "cpu", .clock = &clock});
   SamplingParams params = sampled(0, 0, 12);
   params.logprobs = true;
   params.top_logprobs = 3;
@@ -105,8 +116,8 @@ TEST_F(GeneratorTest, EventsAreTheResult) {
   EXPECT_EQ(result->token_ids.size(), 12u);
   EXPECT_EQ(result->logprobs.size(), 12u);
   EXPECT_EQ(result->finish, FinishReason::kLength);
-  EXPECT_GT(result->ttft_ms, 0);
-  EXPECT_GT(result->tpot_ms, 0);
+  EXPECT_DOUBLE_EQ(result->ttft_ms, 1);  // looked at when it begins and at every token
+  EXPECT_DOUBLE_EQ(result->tpot_ms, 1);
   EXPECT_EQ(result->encode_ms, 0);
   std::string text;
   for (size_t i = 0; i < events.size(); ++i) {
@@ -198,7 +209,8 @@ TEST_F(GeneratorTest, ContinuationOfAnyPrefixGivesTheSameTokens) {
 }
 
 TEST_F(GeneratorTest, ImagesChangeTheAnswerAndTakeTime) {
-  auto generator = load(make_dir("qwen2_vl"));
+  const SteppingClock clock;
+  auto generator = load(make_dir("qwen2_vl"), {.device = "cpu", .clock = &clock});
   Prompt prompt = with_image(*generator);
   SamplingParams params = sampled(0, 0, 1);
   params.logprobs = true;
