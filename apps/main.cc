@@ -142,7 +142,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   std::set_terminate(parvl::on_terminate);
   parvl::ignore_broken_pipes();
-  parvl::keep_freed_memory();
+  parvl::tune_memory();
   try {
     return parvl::run(argc, argv);
   } catch (const std::bad_alloc&) {

@@ -110,7 +110,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: generate_bench MODEL_DIR DTYPE THREADS PROMPT_TOKENS NEW_TOKENS REPEATS [IMAGE]\n");
     return 2;
   }
-  parvl::keep_freed_memory();
+  parvl::tune_memory();
   const absl::Status status = parvl::catch_exceptions("generate_bench", [&] { return parvl::run(argv, argc); });
   if (!status.ok()) std::cerr << status.message() << "\n";
   return parvl::exit_code(status);

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 
 namespace parvl {
 
@@ -22,7 +23,8 @@ int64_t peak_resident_bytes() {
   return getrusage(RUSAGE_SELF, &usage) == 0 ? static_cast<int64_t>(usage.ru_maxrss) * 1024 : 0;
 }
 
-void keep_freed_memory() {
+void tune_memory() {
+  setenv("THP_MEM_ALLOC_ENABLE", "1", /*overwrite=*/0);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest value that glibc takes
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
 }
