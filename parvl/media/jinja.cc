@@ -7,6 +7,7 @@
 #include "jinja/parser.h"
 #include "jinja/runtime.h"
 #include "jinja/value.h"
+#include "parvl/media/jinja_limits.h"
 
 namespace parvl {
 namespace {
@@ -108,6 +109,7 @@ absl::StatusOr<std::shared_ptr<const JinjaTemplate>> JinjaTemplate::compile(cons
   impl->source = source;
   impl->reads_clock = source.find("strftime_now") != std::string::npos;
   try {
+    const TemplateBudget budget;
     jinja::lexer lexer;
     impl->program = jinja::parse_from_tokens(lexer.tokenize(source));
     impl->caps = jinja::caps_get(impl->program);
@@ -123,6 +125,7 @@ absl::StatusOr<std::vector<TextRun>> JinjaTemplate::render(const TemplateValue& 
   try {
     jinja::context context(impl_->source);
     for (size_t i = 0; i < globals.items.size(); ++i) context.set_val(globals.keys[i], to_engine(globals.items[i]));
+    const TemplateBudget budget;
     jinja::runtime runtime(context);
     const auto parts = jinja::runtime::gather_string_parts(runtime.execute(impl_->program));
     std::vector<TextRun> runs;

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "jinja/string.h"
+#include "parvl/media/jinja_limits.h"
 #include "parvl/media/unicode.h"
 
 namespace jinja {
@@ -17,6 +18,7 @@ bool is_python_space(char32_t code) { return parvl::is_white_space(code) || (cod
 
 // Replaces each character by what `change` makes of it; bytes that are no character stay.
 void map_characters(string& text, const std::function<char32_t(char32_t)>& change) {
+  parvl::spend_template_bytes(4 * static_cast<int64_t>(text.length()));
   for (string_part& part : text.parts) {
     std::string out;
     for (size_t at = 0; at < part.val.size();) {
@@ -72,6 +74,8 @@ void string::mark_input() {
 }
 
 std::string string::str() const {
+  parvl::spend_template_steps(1);
+  parvl::spend_template_bytes(static_cast<int64_t>(length()));
   std::string out;
   for (const string_part& part : parts) out += part.val;
   return out;
@@ -103,10 +107,19 @@ void string::mark_input_based_on(const string& other) {
   if (other.all_parts_are_input()) mark_input();
 }
 
+// Neighbours of the same origin become one part.
 string& string::append(const string& other) {
-  // By index: a text may be appended to itself.
-  const size_t count = other.parts.size();
-  for (size_t i = 0; i < count; ++i) parts.push_back(string_part(other.parts[i]));
+  if (this == &other) return append(string(other));
+  for (const string_part& part : other.parts) {
+    parvl::spend_template_steps(1);
+    parvl::spend_template_bytes(static_cast<int64_t>(part.val.size()));
+    if (!parts.empty() && parts.back().is_input == part.is_input) {
+      parts.back().val += part.val;
+    } else {
+      parvl::spend_template_bytes(sizeof(string_part));
+      parts.push_back(part);
+    }
+  }
   return *this;
 }
 
@@ -141,6 +154,7 @@ string string::titlecase() {
 }
 
 string string::strip(bool left, bool right, std::optional<const std::string_view> chars) {
+  parvl::spend_template_bytes(static_cast<int64_t>(length()));
   std::u32string set;
   if (chars) {
     for (size_t at = 0; at < chars->size();) {
