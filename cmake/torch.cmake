@@ -15,7 +15,10 @@ endforeach()
 # is asked for, so a machine without one needs none of its libraries and starts faster.
 add_library(parvl_torch INTERFACE)
 target_include_directories(parvl_torch SYSTEM INTERFACE ${TORCH_ROOT}/include ${TORCH_ROOT}/include/torch/csrc/api/include)
-target_link_libraries(parvl_torch INTERFACE torch_torch_cpu torch_c10 Threads::Threads)
+target_link_libraries(parvl_torch INTERFACE torch_torch_cpu torch_c10 Threads::Threads ${TORCH_ROOT}/lib/libgomp.so.1)
+# ATen's parallel_for is a header; without OpenMP in our own files it is a plain loop. The runtime is the one that libtorch
+# brings, since two of them would fight over the cores.
+target_compile_options(parvl_torch INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
 target_link_options(parvl_torch INTERFACE -Wl,--allow-shlib-undefined)
 set(CMAKE_BUILD_RPATH "$ORIGIN" ${TORCH_ROOT}/lib ${TORCH_CUDART})  # $ORIGIN: libparvl_cuda.so
 set(CMAKE_INSTALL_RPATH "$ORIGIN/../lib/parvl")

@@ -1,38 +1,87 @@
+#include <cstring>
+
 #include "parvl/kernels/gemv.h"
+
+// The vectors stay inside this file, so how they would be passed to another does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace parvl::kernels {
 namespace {
 
-constexpr int64_t kLanes = 64;  // independent sums: enough for four 512-bit registers in flight
+constexpr int64_t kLanes = 16;  // one 512-bit register of floats
+using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+using Halves = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
-// The dot products of one weight row with `Rows` rows of x.
-template <typename T, int Rows>
-inline __attribute__((always_inline)) void dot_rows(const float* x, const T* w, int64_t k, float* out) {
-  float sums[Rows][kLanes] = {};
+// Several weight rows at a time read each x once, but they are short streams side by side, which the processor's own
+// prefetching does not follow: 10 instead of 29 GB/s on one core without the prefetch of what comes behind them.
+constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kLineBytes = 64;
+
+#define PARVL_INLINE inline __attribute__((always_inline))
+
+PARVL_INLINE Floats load(const float* p) {
+  Floats out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
+
+PARVL_INLINE Floats load(const BFloat16* p) {
+  Halves halves;
+  std::memcpy(&halves, p, sizeof halves);
+  const Words words = __builtin_convertvector(halves, Words) << 16;
+  Floats out;
+  std::memcpy(&out, &words, sizeof out);
+  return out;
+}
+
+PARVL_INLINE float sum(const Floats& x) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof lanes);
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+// Weight rows [o, o + Wide) with `Rows` rows of x. A sum's order depends on k alone, so a row's result does not depend
+// on how many rows went together.
+template <typename T, int Rows, int Wide>
+PARVL_INLINE void dot_block(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k, int64_t o) {
+  Floats sums[Rows][Wide] = {};
+  const T* block = w + o * k;
+  const char* ahead = reinterpret_cast<const char*>(block + Wide * k) + kAheadBytes;
+  constexpr int64_t kStepBytes = Wide * kLanes * static_cast<int64_t>(sizeof(T));
   int64_t i = 0;
   for (; i + kLanes <= k; i += kLanes) {
-    for (int r = 0; r < Rows; ++r) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) sums[r][lane] += widen(w[i + lane]) * x[r * k + i + lane];
+    for (int64_t line = 0; line < kStepBytes; line += kLineBytes) __builtin_prefetch(ahead + line, 0, 2);
+    ahead += kStepBytes;
+    Floats values[Rows];
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) values[r] = load(x + r * k + i);
+#pragma GCC unroll 8
+    for (int c = 0; c < Wide; ++c) {
+      const Floats weights = load(block + c * k + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) sums[r][c] += weights * values[r];
     }
   }
-  for (int r = 0; r < Rows; ++r) {
-    float tail = 0;
-    for (int64_t j = i; j < k; ++j) tail += widen(w[j]) * x[r * k + j];
-    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-      for (int64_t lane = 0; lane < half; ++lane) sums[r][lane] += sums[r][lane + half];
+  for (int c = 0; c < Wide; ++c) {
+    for (int r = 0; r < Rows; ++r) {
+      float tail = bias ? widen(bias[o + c]) : 0.0f;
+      for (int64_t j = i; j < k; ++j) tail += widen(block[c * k + j]) * x[r * k + j];
+      y[r * n + o + c] = narrow<T>(sum(sums[r][c]) + tail);
     }
-    out[r] = sums[r][0] + tail;
   }
 }
 
 template <typename T, int Rows>
-inline __attribute__((always_inline)) void gemv_rows(const float* x, const T* w, const T* bias, T* y, int64_t n,
-                                                     int64_t k, int64_t begin, int64_t end) {
-  for (int64_t o = begin; o < end; ++o) {
-    float out[Rows];
-    dot_rows<T, Rows>(x, w + o * k, k, out);
-    for (int r = 0; r < Rows; ++r) y[r * n + o] = narrow<T>(out[r] + (bias ? widen(bias[o]) : 0.0f));
-  }
+PARVL_INLINE void gemv_rows(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k, int64_t begin,
+                            int64_t end) {
+  constexpr int kWide = Rows == 4 ? 4 : 8;  // the sums have to fit the registers
+  int64_t o = begin;
+  for (; o + kWide <= end; o += kWide) dot_block<T, Rows, kWide>(x, w, bias, y, n, k, o);
+  for (; o < end; ++o) dot_block<T, Rows, 1>(x, w, bias, y, n, k, o);
 }
 
 #define PARVL_GEMV(T, ROWS, NAME)                                                                            \
@@ -47,6 +96,7 @@ PARVL_GEMV(BFloat16, 1, gemv_bf16_1)
 PARVL_GEMV(BFloat16, 2, gemv_bf16_2)
 PARVL_GEMV(BFloat16, 4, gemv_bf16_4)
 #undef PARVL_GEMV
+#undef PARVL_INLINE
 
 }  // namespace
 

@@ -51,30 +51,52 @@ bool gemv_fits(const at::Tensor& x, const at::Tensor& weight) {
          weight.scalar_type() == x.scalar_type() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
 }
 
+// One parallel loop over the rows of all matrices: waking the threads costs as much as a small matrix.
 template <typename T>
-void run_gemv(const at::Tensor& wide_x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y) {
-  const int64_t n = weight.size(0), k = weight.size(1), rows = y.numel() / n;
-  at::parallel_for(0, n, grain_rows(k), [&](int64_t begin, int64_t end) {
-    kernels::gemv<T>(data<float>(wide_x), data<T>(weight), bias.defined() ? data<T>(bias) : nullptr, data<T>(y), rows,
-                     n, k, begin, end);
+void run_gemv(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
+  const int64_t k = wide_x.size(-1), rows = wide_x.numel() / k;
+  int64_t total = 0;
+  for (const WeightBias& part : weights) total += part.weight.size(0);
+  at::parallel_for(0, total, grain_rows(k), [&](int64_t begin, int64_t end) {
+    int64_t first = 0;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const auto& [weight, bias] = weights[i];
+      const int64_t n = weight.size(0), from = std::max<int64_t>(0, begin - first), to = std::min(n, end - first);
+      if (from < to) {
+        kernels::gemv<T>(data<float>(wide_x), data<T>(weight), bias.defined() ? data<T>(bias) : nullptr, data<T>(ys[i]),
+                         rows, n, k, from, to);
+      }
+      first += n;
+    }
   });
 }
 
 }  // namespace
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!gemv_fits(x, weight))
-    return at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+std::vector<at::Tensor> linears(const at::Tensor& x, absl::Span<const WeightBias> weights) {
+  std::vector<at::Tensor> ys;
+  if (!std::all_of(weights.begin(), weights.end(), [&](const WeightBias& w) { return gemv_fits(x, w.weight); })) {
+    for (const auto& [weight, bias] : weights) {
+      ys.push_back(at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt));
+    }
+    return ys;
+  }
   auto shape = x.sizes().vec();
-  shape.back() = weight.size(0);
-  const at::Tensor y = at::empty(shape, x.options());
+  for (const WeightBias& part : weights) {
+    shape.back() = part.weight.size(0);
+    ys.push_back(at::empty(shape, x.options()));
+  }
   const at::Tensor wide_x = x.contiguous().to(at::kFloat);
   if (x.scalar_type() == at::kFloat) {
-    run_gemv<float>(wide_x, weight, bias, y);
+    run_gemv<float>(wide_x, weights, ys);
   } else {
-    run_gemv<BFloat16>(wide_x, weight, bias, y);
+    run_gemv<BFloat16>(wide_x, weights, ys);
   }
-  return y;
+  return ys;
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return linears(x, {{weight, bias}}).front();
 }
 
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {

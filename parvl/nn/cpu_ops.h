@@ -3,12 +3,21 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <absl/types/span.h>
 
 #include <tuple>
+#include <vector>
 
 namespace parvl::cpu {
 
-// at::linear, but a few rows against a 16- or 32-bit weight on the CPU go through the matrix-vector kernel. Any device.
+struct WeightBias {
+  at::Tensor weight;  // [O, I]
+  at::Tensor bias;    // [O] or undefined
+};
+// x against each of the weights, as at::linear, but a few rows against 16- or 32-bit weights on the CPU go through the
+// matrix-vector kernel, all weights in one parallel loop. Any device.
+std::vector<at::Tensor> linears(const at::Tensor& x, absl::Span<const WeightBias> weights);
+// The same for one.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
 // y and 1/sqrt(mean(x²)+eps) per row (float32; float64 for float64).

@@ -1,5 +1,6 @@
 #include "parvl/nn/functions.h"
 
+#include <absl/container/inlined_vector.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -295,6 +296,19 @@ at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias
                : at::linear(x_TI, weight.value, b.defined() ? std::optional<at::Tensor>(b) : std::nullopt);
   }
   return LinearFn::apply(x_TI, anchor_for(weight, bias), pack(&weight), pack(bias), pack(t_queue));
+}
+
+std::vector<at::Tensor> linears(const at::Tensor& x_TI, absl::Span<const LinearWeights> weights) {
+  std::vector<at::Tensor> out;
+  if (at::GradMode::is_enabled() || t_queue != nullptr) {
+    for (const LinearWeights& part : weights) out.push_back(linear(x_TI, *part.weight, part.bias));
+    return out;
+  }
+  absl::InlinedVector<cpu::WeightBias, 4> values;
+  for (const LinearWeights& part : weights) {
+    values.push_back({part.weight->value, part.bias ? part.bias->value : at::Tensor()});
+  }
+  return cpu::linears(x_TI, values);
 }
 
 at::Tensor embedding(const at::Tensor& ids_T, const Param& table) {

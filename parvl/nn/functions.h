@@ -9,6 +9,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <absl/types/span.h>
 
 #include <functional>
 #include <vector>
@@ -42,8 +43,16 @@ class WeightGradScope {
   at::Tensor previous_anchor_;
 };
 
+// The handles of a linear's parameters: `weight` [O, I]; `bias` [O] or null.
+struct LinearWeights {
+  const Param* weight = nullptr;
+  const Param* bias = nullptr;
+};
 // y_TO = x_TI · wᵀ + b. `weight` [O, I]; `bias` [O] or null.
 at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias);
+// The same input against several weights (queries, keys and values, say); equal to calls of `linear`, but quicker for a
+// few rows without a graph.
+std::vector<at::Tensor> linears(const at::Tensor& x_TI, absl::Span<const LinearWeights> weights);
 // Rows of `table` [V, O]. `ids_T` int64.
 at::Tensor embedding(const at::Tensor& ids_T, const Param& table);
 // x / sqrt(mean(x²) + eps) · w over the last dim (Zhang & Sennrich, "Root mean square layer normalization", 2019).

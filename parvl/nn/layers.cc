@@ -26,7 +26,10 @@ Norm make_norm(ParamTable& params, Module module, const std::string& name, int64
 }
 
 at::Tensor Mlp::operator()(const at::Tensor& x) const {
-  if (gate.weight != nullptr) return down(swiglu(gate(x), up(x)));
+  if (gate.weight != nullptr) {
+    const auto both = linears(x, {gate, up});
+    return down(swiglu(both[0], both[1]));
+  }
   const at::Tensor h = up(x);
   if (activation == "quick_gelu") return down(quick_gelu(h));
   if (activation == "silu") return down(at::silu(h));
@@ -36,10 +39,10 @@ at::Tensor Mlp::operator()(const at::Tensor& x) const {
 at::Tensor DecoderLayer::operator()(const at::Tensor& x_TH, const RotaryTable& rope,
                                     AttentionBackend& attention) const {
   const int64_t tokens = x_TH.size(0);
-  const at::Tensor h_TH = attn_norm(x_TH);
-  const at::Tensor q_TND = rotary(q(h_TH).view({tokens, heads, head_dim}), rope.cos, rope.sin);
-  const at::Tensor k_TKD = rotary(k(h_TH).view({tokens, kv_heads, head_dim}), rope.cos, rope.sin);
-  const at::Tensor v_TKD = v(h_TH).view({tokens, kv_heads, head_dim});
+  const auto qkv = linears(attn_norm(x_TH), {q, k, v});
+  const at::Tensor q_TND = rotary(qkv[0].view({tokens, heads, head_dim}), rope.cos, rope.sin);
+  const at::Tensor k_TKD = rotary(qkv[1].view({tokens, kv_heads, head_dim}), rope.cos, rope.sin);
+  const at::Tensor v_TKD = qkv[2].view({tokens, kv_heads, head_dim});
   const at::Tensor mixed_TH = attention.attend(index, q_TND, k_TKD, v_TKD).reshape({tokens, heads * head_dim});
   const at::Tensor y_TH = x_TH + out(mixed_TH);
   return y_TH + mlp(mlp_norm(y_TH));

@@ -9,9 +9,7 @@
 
 namespace parvl {
 
-struct Linear {
-  const Param* weight = nullptr;  // [out, in]
-  const Param* bias = nullptr;    // [out] or null
+struct Linear : LinearWeights {
   at::Tensor operator()(const at::Tensor& x) const { return linear(x, *weight, bias); }
 };
 

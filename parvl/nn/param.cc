@@ -6,6 +6,10 @@
 
 namespace parvl {
 
+namespace {
+constexpr int64_t kAlign = 64;  // values
+}
+
 const char* to_string(Module module) {
   switch (module) {
     case Module::kVisionEncoder:
@@ -51,9 +55,15 @@ std::vector<Param*> ParamTable::owned() const {
 }
 
 void ParamTable::allocate(at::ScalarType dtype, at::Device device) {
+  const auto padded = [](const Param& param) { return (param.numel() + kAlign - 1) / kAlign * kAlign; };
+  int64_t total = 0;
+  for (Param* param : owned()) total += padded(*param);
+  const at::Tensor all = at::empty({total}, at::TensorOptions().dtype(dtype).device(device));
+  int64_t offset = 0;
   for (Param* param : owned()) {
-    param->value = at::empty(param->shape, at::TensorOptions().dtype(dtype).device(device));
+    param->value = all.narrow(0, offset, param->numel()).view(param->shape);
     param->master = param->value;
+    offset += padded(*param);
   }
   link_tied();
 }

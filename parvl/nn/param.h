@@ -56,7 +56,8 @@ class ParamTable {
   // Those that own their tensors (not tied to another), in order.
   std::vector<Param*> owned() const;
 
-  // Gives every owned parameter a tensor of `dtype` on `device`, uninitialised.
+  // Gives every owned parameter its part of one tensor of `dtype` on `device`, uninitialised. One, since the system
+  // gives large pages only to large blocks, and weights are read faster from them.
   void allocate(at::ScalarType dtype, at::Device device);
   // Random weights: a function of (seed, name) alone, whatever the device or the order.
   void initialise(uint64_t seed, double std);

@@ -1,8 +1,13 @@
 // Differentiable operations against PyTorch's autograd in double precision, and their weights' gradients in
 // Param::main_grad.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+
+#include <mutex>
+#include <set>
+#include <thread>
 
 #include "parvl/nn/functions.h"
 
@@ -345,6 +350,40 @@ TEST_F(FunctionsTest, LinearWithoutGradientEqualsLinearWithIt) {
       EXPECT_LE(error(plain, want), type == at::kDouble ? 1e-13 : type == at::kFloat ? 1e-6 : 0.01);
     }
   }
+}
+
+// A matrix's result does not depend on which others share its loop, nor on the threads.
+TEST_F(FunctionsTest, LinearsEqualsLinearToTheBit) {
+  at::NoGradGuard no_grad;
+  const int threads = at::get_num_threads();
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    for (const int64_t rows : {1, 3, 7}) {
+      SCOPED_TRACE(::testing::Message() << at::toString(type) << ", " << rows << " rows");
+      make_params({{}, {{301, 135}, {301}, {7, 135}, {90, 135}}, {}, {}}, type);
+      const Tensor x = random_tensor({rows, 135}, 1, type);
+      at::set_num_threads(3);
+      const auto together = linears(x, {{params_[0], params_[1]}, {params_[2], nullptr}, {params_[3], nullptr}});
+      at::set_num_threads(1);
+      EXPECT_TRUE(at::equal(together[0], linear(x, *params_[0], params_[1])));
+      EXPECT_TRUE(at::equal(together[1], linear(x, *params_[2], nullptr)));
+      EXPECT_TRUE(at::equal(together[2], linear(x, *params_[3], nullptr)));
+    }
+  }
+  at::set_num_threads(threads);
+}
+
+// ATen's parallel_for is compiled into our files: without OpenMP there it would be a loop on one thread, unnoticed.
+TEST(Parallel, LoopsUseTheThreadsThatWereAskedFor) {
+  const int threads = at::get_num_threads();
+  at::set_num_threads(2);
+  std::mutex mutex;
+  std::set<std::thread::id> seen;
+  at::parallel_for(0, 2, 1, [&](int64_t, int64_t) {
+    std::lock_guard lock(mutex);
+    seen.insert(std::this_thread::get_id());
+  });
+  at::set_num_threads(threads);
+  EXPECT_EQ(seen.size(), 2u);
 }
 
 }  // namespace
