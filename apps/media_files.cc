@@ -9,7 +9,7 @@ namespace parvl {
 
 absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> read_image_files(
     const std::vector<std::string>& paths, const PromptBuilder& prompts) {
-  if (!paths.empty() && !prompts.has_images()) return invalid("--image ", paths[0], ": this model takes no images");
+  if (!paths.empty() && !prompts.has_images()) return invalid("--image ", paths[0], ": ", prompts.why_no_images());
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   const ImageLimits limits;
   for (const std::string& path : paths) {

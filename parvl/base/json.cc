@@ -1,5 +1,6 @@
 #include "parvl/base/json.h"
 
+#include <cmath>
 #include <limits>
 
 #include "parvl/base/file.h"
@@ -48,6 +49,12 @@ absl::StatusOr<Json> parse_json(std::string_view text, const std::string& name, 
     for (char& c : message) {
       if (static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) > 0x7e) c = '?';
     }
+    // In a text of one line the place in it is enough: `name` may say another line, of a file.
+    constexpr std::string_view kOnlyLine = "at line 1, column ";
+    const size_t place = message.find(kOnlyLine);
+    if (place != std::string::npos && text.find('\n') == std::string_view::npos) {
+      message.replace(place, kOnlyLine.size(), "at column ");
+    }
     return invalid(name, ": not valid JSON: ", message);
   }
 }
@@ -57,10 +64,11 @@ absl::StatusOr<Json> read_json_file(const std::string& path, const JsonLimits& l
   return parse_json(text, path, limits);
 }
 
+std::string shown(const Json& value) { return value.is_number() ? value.dump() : value.type_name(); }
+
 namespace {
-template <typename T>
 absl::Status wrong_type(const std::string& key, const char* wanted, const Json& value) {
-  return invalid("'", key, "' must be ", wanted, ", found ", value.type_name());
+  return invalid("'", key, "' must be ", wanted, ", found ", shown(value));
 }
 }  // namespace
 
@@ -68,7 +76,7 @@ template <>
 absl::StatusOr<bool> json_value(const Json& object, const std::string& key, const bool& fallback) {
   auto it = object.find(key);
   if (it == object.end() || it->is_null()) return fallback;
-  if (!it->is_boolean()) return wrong_type<bool>(key, "true or false", *it);
+  if (!it->is_boolean()) return wrong_type(key, "true or false", *it);
   return it->get<bool>();
 }
 
@@ -76,24 +84,23 @@ template <>
 absl::StatusOr<int64_t> json_value(const Json& object, const std::string& key, const int64_t& fallback) {
   auto it = object.find(key);
   if (it == object.end() || it->is_null()) return fallback;
-  if (it->is_number_unsigned() && it->get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
-    return invalid("'", key, "' is too large");
-  }
-  if (it->is_number_float()) {
-    const double value = it->get<double>();
-    if (value == static_cast<double>(static_cast<int64_t>(value < 9e15 && value > -9e15 ? value : 0.5))) {
-      return static_cast<int64_t>(value);
-    }
-  }
-  if (!it->is_number_integer()) return wrong_type<int64_t>(key, "a whole number", *it);
-  return it->get<int64_t>();
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max(), kMin = std::numeric_limits<int64_t>::min();
+  constexpr double kBeyond = 0x1p63;
+  const double real = it->is_number_float() ? it->get<double>() : 0;
+  // The parser makes floats of whole numbers that are too long, and some write 7 as 7.0.
+  const bool whole = it->is_number_integer() || (it->is_number_float() && std::trunc(real) == real);
+  if (!whole) return wrong_type(key, "a whole number", *it);
+  const bool too_large = real >= kBeyond || (it->is_number_unsigned() && it->get<uint64_t>() > uint64_t{kMax});
+  if (too_large) return invalid("'", key, "' is too large: it must be at most ", kMax, ", found ", shown(*it));
+  if (real < -kBeyond) return invalid("'", key, "' is too small: it must be at least ", kMin, ", found ", shown(*it));
+  return it->is_number_float() ? static_cast<int64_t>(real) : it->get<int64_t>();
 }
 
 template <>
 absl::StatusOr<double> json_value(const Json& object, const std::string& key, const double& fallback) {
   auto it = object.find(key);
   if (it == object.end() || it->is_null()) return fallback;
-  if (!it->is_number()) return wrong_type<double>(key, "a number", *it);
+  if (!it->is_number()) return wrong_type(key, "a number", *it);
   return it->get<double>();
 }
 
@@ -101,7 +108,7 @@ template <>
 absl::StatusOr<std::string> json_value(const Json& object, const std::string& key, const std::string& fallback) {
   auto it = object.find(key);
   if (it == object.end() || it->is_null()) return fallback;
-  if (!it->is_string()) return wrong_type<std::string>(key, "a string", *it);
+  if (!it->is_string()) return wrong_type(key, "a string", *it);
   return it->get<std::string>();
 }
 

@@ -23,6 +23,9 @@ absl::StatusOr<Json> parse_json(std::string_view text, const std::string& name, 
 // Reads and parses a file.
 absl::StatusOr<Json> read_json_file(const std::string& path, const JsonLimits& limits = {});
 
+// What an error message calls a value: a number as it is ("1.5"), anything else by its type ("string").
+std::string shown(const Json& value);
+
 // object[key] as T, or `fallback` when the key is absent or null. A value of another type, or a number outside T's
 // range, is an error that names `key`. T: bool, int64_t, double, std::string.
 template <typename T>

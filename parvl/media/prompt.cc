@@ -47,6 +47,7 @@ struct PromptBuilder::Impl {
   std::shared_ptr<const ChatTemplate> chat;
   std::optional<ImageProcessor> images;
   TokenId image_token = -1;
+  std::string why_no_images = "this model takes no images";
 
   absl::Status read_image_parts(const std::string& dir);
   absl::StatusOr<std::vector<Turn>> find_turns(const std::vector<Message>& messages, const std::string& whole,
@@ -60,6 +61,7 @@ PromptBuilder::PromptBuilder(std::unique_ptr<Impl> impl) : impl_(std::move(impl)
 PromptBuilder::~PromptBuilder() = default;
 const Tokenizer& PromptBuilder::tokenizer() const { return *impl_->tokenizer; }
 bool PromptBuilder::has_images() const { return impl_->images.has_value(); }
+const std::string& PromptBuilder::why_no_images() const { return impl_->why_no_images; }
 
 TokenId PromptBuilder::image_token() const { return impl_->image_token; }
 
@@ -71,9 +73,16 @@ const ImageProcessor& PromptBuilder::image_processor() const {
 
 absl::Status PromptBuilder::Impl::read_image_parts(const std::string& dir) {
   auto processor = ImageProcessor::load(dir);
-  if (absl::IsNotFound(processor.status())) return absl::OkStatus();  // a text-only model
-  PARVL_RETURN_IF_ERROR(processor.status());
   const std::string path = dir + "/config.json";
+  if (absl::IsNotFound(processor.status())) {  // a text-only model, or one that lacks the file and can do text
+    const auto config = read_json_file(path);
+    if (config.ok() && config->is_object() && config->contains("vision_config")) {
+      why_no_images = dir + "/preprocessor_config.json is missing, and the model takes images only with it; get it " +
+                      "from where the model is from";
+    }
+    return absl::OkStatus();
+  }
+  PARVL_RETURN_IF_ERROR(processor.status());
   PARVL_ASSIGN_OR_RETURN(Json config, read_json_file(path));
   if (!config.is_object()) return invalid(path, " must be a JSON object");
   auto id = json_value<int64_t>(config, "image_token_id", -1);
@@ -174,7 +183,7 @@ absl::StatusOr<Prompt> PromptBuilder::build(const std::vector<Message>& messages
     return invalid("the model has no chat template; add a chat_template.jinja, or ask for a plain completion");
   }
   PARVL_ASSIGN_OR_RETURN(std::vector<int> order, image_order(messages, images.size()));
-  if (!order.empty() && !has_images()) return invalid("the model takes no images, and a message holds one");
+  if (!order.empty() && !has_images()) return invalid("a message holds an image, and ", impl_->why_no_images);
   for (const int index : order) {
     if (images[static_cast<size_t>(index)] == nullptr) return invalid("image ", index, " is missing");
   }

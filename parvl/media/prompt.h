@@ -50,19 +50,20 @@ struct PromptOptions {
 class PromptBuilder {
  public:
   // Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (or the one inside tokenizer_config.json),
-  // preprocessor_config.json (absent: a text-only model) and config.json (the image token id) of a Hugging Face
+  // preprocessor_config.json (absent: no images) and config.json (the image token id) of a Hugging Face
   // directory.
   static absl::StatusOr<std::shared_ptr<const PromptBuilder>> load(const std::string& dir);
   ~PromptBuilder();
 
   const Tokenizer& tokenizer() const;
   bool has_images() const;                        // whether the model takes images
+  const std::string& why_no_images() const;       // if not: half a sentence, with the file that is missing
   TokenId image_token() const;                    // the placeholder of an image; -1 without images
   const ImageProcessor& image_processor() const;  // only when has_images()
   bool has_chat_template() const;
 
-  // Errors (InvalidArgument): no chat template; the template raised (its message); an image part in a text-only model;
-  // an image part whose index is out of range.
+  // Errors (InvalidArgument): no chat template; the template raised (its message); an image part in a model without
+  // images; an image part whose index is out of range.
   absl::StatusOr<Prompt> build(const std::vector<Message>& messages,
                                std::vector<std::shared_ptr<const ProcessedImage>> images,
                                const PromptOptions& options) const;

@@ -2,6 +2,7 @@
 
 #include <absl/strings/ascii.h>
 #include <absl/strings/match.h>
+#include <absl/strings/str_split.h>
 #include <openssl/crypto.h>
 
 #include <algorithm>
@@ -26,12 +27,8 @@ constexpr char kOk[] = R"({"status":"ok"})";
 
 bool is_probe(std::string_view path) { return path == "/livez" || path == "/readyz" || path == "/health"; }
 
-bool is_get(const HttpConnection& connection) {
-  return connection.method() == http::verb::get || connection.method() == http::verb::head;
-}
-
-absl::Status wrong_method(const HttpConnection& connection, const char* wanted) {
-  return api_error(405, std::string(connection.path()) + " answers " + wanted + " only", "method_not_allowed");
+bool is_unbuilt(std::string_view path) {
+  return path == "/v1/completions" || path == "/tokenize" || path == "/detokenize" || path == "/metrics";
 }
 
 }  // namespace
@@ -42,6 +39,7 @@ LoadedModel::LoadedModel(std::unique_ptr<Generator> loaded, int64_t max_images) 
   rules.defaults = generator.default_sampling();
   rules.vocab_size = generator.prompts().tokenizer().vocab_size();
   rules.takes_images = generator.prompts().has_images();
+  rules.why_no_images = generator.prompts().why_no_images();
   rules.max_images = max_images;
 }
 
@@ -101,28 +99,46 @@ absl::Status Gateway::health() const {
   return api_error(503, "the last generation failed: " + failure_, "generation_failed");
 }
 
-absl::Status Gateway::check(const HttpConnection& connection) {
+std::string Gateway::allowed_methods(std::string_view path) const {
+  if (path == "*") return "GET, HEAD, POST, OPTIONS";  // the server as a whole
+  if (path == kChat) return "POST, OPTIONS";
+  const bool models = path == kModels || path.starts_with("/v1/models/");
+  return models || is_probe(path) || path == "/version" ? "GET, HEAD, OPTIONS" : "";
+}
+
+absl::Status Gateway::check_method(const HttpConnection& connection) const {
+  if (connection.method() == http::verb::unknown) {
+    return api_error(501, "this server knows GET, HEAD, POST and OPTIONS only", "unknown_method");
+  }
   const std::string_view path = connection.path();
-  PARVL_RETURN_IF_ERROR(check_key(connection));
-  if (path == kChat) {
-    return connection.method() == http::verb::post ? accepts() : wrong_method(connection, "POST");
-  }
-  if (is_probe(path) || path == "/version") {
-    return is_get(connection) ? absl::OkStatus() : wrong_method(connection, "GET");
-  }
-  if (path == kModels || path.starts_with("/v1/models/")) {
-    return is_get(connection) ? accepts() : wrong_method(connection, "GET");
-  }
-  if (path == "/v1/completions" || path == "/tokenize" || path == "/detokenize" || path == "/metrics") {
+  const std::string allowed = allowed_methods(path);
+  if (allowed.empty() && is_unbuilt(path)) {
     return api_error(400, std::string(path) + " is not available yet", "not_available_yet");
   }
-  return api_error(404, absl::StrCat("there is no route ", excerpt(path)), "route_not_found");
+  const auto name = http::to_string(connection.method());
+  const std::string method(name.data(), name.size());
+  if (allowed.empty() || (path == "*" && method != "OPTIONS")) {
+    return api_error(404, absl::StrCat("there is no route ", excerpt(path)), "route_not_found");
+  }
+  const std::vector<std::string> methods = absl::StrSplit(allowed, ", ");
+  if (std::find(methods.begin(), methods.end(), method) != methods.end()) return absl::OkStatus();
+  return api_error(405, absl::StrCat(std::string(path), " answers ", methods.front(), " only"), "method_not_allowed");
+}
+
+absl::Status Gateway::check(const HttpConnection& connection) {
+  PARVL_RETURN_IF_ERROR(check_key(connection));
+  PARVL_RETURN_IF_ERROR(check_method(connection));
+  const std::string_view path = connection.path();
+  const bool needs_model = path == kChat || path.starts_with(kModels);
+  return needs_model && connection.method() != http::verb::options ? accepts() : absl::OkStatus();
 }
 
 asio::awaitable<void> Gateway::handle(HttpConnection& connection) {
   if (state_ == State::kDraining || state_ == State::kCutting) connection.close_after_this();
   const std::string_view path = connection.path();
-  if (path == kChat) {
+  if (connection.method() == http::verb::options) {
+    co_await connection.reply_methods();
+  } else if (path == kChat) {
     absl::Status status = accepts();  // again: the body may have taken its time
     if (!status.ok()) co_return co_await connection.reply_error(std::move(status));
     co_await serve_chat(*this, connection);

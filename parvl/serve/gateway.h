@@ -38,6 +38,7 @@ class Gateway : public HttpHandler {
   absl::Status check(const HttpConnection& connection) override;
   asio::awaitable<void> handle(HttpConnection& connection) override;
   std::string new_request_id() override { return "req-" + random_hex(); }
+  std::string allowed_methods(std::string_view path) const override;
   void finished(const HttpConnection& connection, int http_status) override;
 
   void model_loaded(std::unique_ptr<LoadedModel> model);
@@ -79,6 +80,7 @@ class Gateway : public HttpHandler {
 
  private:
   absl::Status check_key(const HttpConnection& connection) const;
+  absl::Status check_method(const HttpConnection& connection) const;
   absl::Status accepts() const;  // requests: the model is loaded and nobody shuts down
   absl::Status health() const;   // accepts(), and the last generation did not fail
   Json model_card(const std::string& name) const;

@@ -34,6 +34,16 @@ absl::Status header_error(const boost::system::error_code& error, const HttpLimi
   return api_error(400, "this is not a valid HTTP request: " + error.message(), "bad_request");
 }
 
+// The path of a request target: "/a" of "/a?b", and of "http://host/a", which clients send to a proxy.
+std::string path_of(std::string_view target) {
+  const size_t scheme = target.find("://");
+  if (scheme != std::string_view::npos && scheme < target.find_first_of("/?")) {
+    target.remove_prefix(std::min(target.size(), target.find_first_of("/?", scheme + 3)));
+    if (!target.starts_with('/')) return "/";
+  }
+  return std::string(target.substr(0, target.find('?')));
+}
+
 struct Disarm {
   Deadline& deadline;
   ~Disarm() { deadline.disarm(); }
@@ -126,12 +136,15 @@ void HttpConnection::start_request() {
   replied_status_ = 0;
 }
 
-void HttpConnection::take_header() {
+absl::Status HttpConnection::take_header() {
   const auto target = parser_->get().target();
-  path_ = std::string(target.data(), target.size());
-  path_ = path_.substr(0, path_.find('?'));
+  path_ = path_of({target.data(), target.size()});
   keep_alive_ = parser_->get().keep_alive();
   if (const std::string_view id = header("X-Request-Id"); usable_request_id(id)) request_id_ = std::string(id);
+  if (parser_->get().version() >= 11 && parser_->get().count(http::field::host) != 1) {
+    return api_error(400, "an HTTP/1.1 request needs one Host header", "bad_request");
+  }
+  return shared_.handler.check(*this);
 }
 
 asio::awaitable<bool> HttpConnection::wait_for_bytes() {
@@ -159,8 +172,7 @@ asio::awaitable<HttpConnection::Next> HttpConnection::read_request() {
     co_return co_await refuse(api_error(408, "the request's headers took too long", "timeout"));
   }
   if (error) co_return co_await refuse(header_error(error, shared_.limits));
-  take_header();
-  if (absl::Status status = shared_.handler.check(*this); !status.ok()) {
+  if (absl::Status status = take_header(); !status.ok()) {
     // An unread body would be taken for the next request.
     if (!parser_->is_done()) co_return co_await refuse(std::move(status));
     co_await reply_error(std::move(status));

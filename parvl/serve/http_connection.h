@@ -32,6 +32,8 @@ class HttpHandler {
   // Must answer exactly once: reply or reply_error, or begin_stream ... end_stream.
   virtual asio::awaitable<void> handle(HttpConnection& connection) = 0;
   virtual std::string new_request_id() = 0;
+  // The value of the Allow header, for the paths that have one.
+  virtual std::string allowed_methods(std::string_view path) const = 0;
   // Once a request is over, however it ended (also refused ones). `http_status` 0: the client left before an answer.
   virtual void finished(const HttpConnection& connection, int http_status) = 0;
 };
@@ -83,6 +85,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
 
   asio::awaitable<void> reply(int status, std::string body, Headers headers = {});  // JSON
   asio::awaitable<void> reply_error(absl::Status status, Headers headers = {});
+  asio::awaitable<void> reply_methods();  // to OPTIONS
   void close_after_this() { keep_alive_ = false; }
 
   // Server-sent events: chunked, or to the end of the connection for HTTP/1.0. A stream that ends badly closes it too.
@@ -106,7 +109,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   asio::awaitable<void> answer_request();
   asio::awaitable<void> linger();
   void start_request();
-  void take_header();
+  absl::Status take_header();
   void hold_body(size_t bytes);
   void watch_more();
   asio::awaitable<void> stop_watching();

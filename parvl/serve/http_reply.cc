@@ -45,8 +45,14 @@ asio::awaitable<void> HttpConnection::reply_error(absl::Status status, Headers h
   const int http_status = http_status_of(status);
   if (http_status == 429 || http_status == 503) headers.emplace("Retry-After", "1");
   if (http_status == 401) headers.emplace("WWW-Authenticate", "Bearer");
-  if (http_status == 405) headers.emplace("Allow", path() == "/v1/chat/completions" ? "POST" : "GET, HEAD");
+  if (http_status == 405) headers.emplace("Allow", shared_.handler.allowed_methods(path()));
   co_await reply(http_status, error_body(status), std::move(headers));
+}
+
+asio::awaitable<void> HttpConnection::reply_methods() {
+  replied_status_ = 204;
+  const Headers headers = {{"Allow", shared_.handler.allowed_methods(path())}};
+  co_await write_all(head(204, keep_alive_, request_id_, headers) + "\r\n");
 }
 
 asio::awaitable<void> HttpConnection::begin_stream() {

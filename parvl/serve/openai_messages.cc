@@ -25,7 +25,7 @@ absl::StatusOr<std::string> required_string(const Json& object, const char* key,
 absl::Status parse_image(const Json& part, const std::string& where, const ChatRules& rules, ChatRequest& request,
                          Message& message) {
   const std::string place = where + ".image_url";
-  if (!rules.takes_images) return wrong(where, "is an image, and this model takes no images");
+  if (!rules.takes_images) return wrong(where, "is an image, and " + rules.why_no_images);
   const auto it = part.find("image_url");
   if (it == part.end()) return wrong(place, "is missing");
   std::string url;

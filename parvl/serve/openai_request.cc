@@ -50,7 +50,7 @@ constexpr std::array<std::string_view, 31> kKnownFields = {"messages",
                                                            "modalities"};
 
 absl::Status wrong_type(const std::string& field, const std::string& wanted, const Json& value) {
-  return api_error(400, absl::StrCat("'", field, "' must be ", wanted, ", found ", value.type_name()), "", field);
+  return api_error(400, absl::StrCat("'", field, "' must be ", wanted, ", found ", shown(value)), "", field);
 }
 
 absl::Status unavailable(const std::string& field, const std::string& what) {
@@ -125,8 +125,16 @@ absl::Status read_logit_bias(const Json& body, SamplingParams& sampling) {
 absl::Status read_seed(const Json& body, ChatRequest& request) {
   const Json* seed = find(body, "seed");
   if (seed == nullptr) return absl::OkStatus();
-  if (!seed->is_number_integer()) return wrong_type("seed", "a whole number", *seed);
-  request.has_seed = true;
+  if (!seed->is_number_integer()) {
+    if (seed->is_number() && std::abs(seed->get<double>()) >= 0x1p63) {
+      return api_error(400,
+                       absl::StrCat("'seed' must be between ", std::numeric_limits<int64_t>::min(), " and ",
+                                    std::numeric_limits<uint64_t>::max(), ", found ", shown(*seed)),
+                       "", "seed");
+    }
+    return wrong_type("seed", "a whole number", *seed);
+  }
+  request.has_seed = true;  // a negative one, which OpenAI's API allows too, is one of the upper half
   request.sampling.seed =
       seed->is_number_unsigned() ? seed->get<uint64_t>() : static_cast<uint64_t>(seed->get<int64_t>());
   return absl::OkStatus();
@@ -236,9 +244,11 @@ absl::StatusOr<ChatRequest> parse_chat_request(std::string_view text, const Chat
     return api_error(400,
                      absl::StrCat("the body holds more than ", kMaxValues, " JSON values, the limit of a request"));
   }
+  if (text.find_first_not_of(" \t\r\n") == std::string_view::npos) {
+    return api_error(400, "the body is empty; send a JSON object with `messages`");
+  }
   PARVL_ASSIGN_OR_RETURN(const Json body, parse_json(text, "the body"));
-  if (!body.is_object())
-    return api_error(400, absl::StrCat("the body must be a JSON object, found ", body.type_name()));
+  if (!body.is_object()) return api_error(400, absl::StrCat("the body must be a JSON object, found ", shown(body)));
   ChatRequest request;
   PARVL_RETURN_IF_ERROR(read(body, "model", request.model));
   PARVL_RETURN_IF_ERROR(refuse_unavailable(body));

@@ -34,6 +34,7 @@ struct ChatRules {
   SamplingParams defaults;
   int64_t vocab_size = 0;
   bool takes_images = false;
+  std::string why_no_images = "this model takes no images";  // unless it takes them
   int64_t max_images = 0;
 };
 

@@ -22,7 +22,7 @@ constexpr uint64_t kAugmentStream = uint64_t{0x6469686564} << 24;
 absl::StatusOr<Prompt> prepare(const RawSample& sample, const PromptBuilder& prompts, const PrepareOptions& options,
                                int64_t position, ImageCache& cache) {
   if (!sample.image_paths.empty() && !prompts.has_images()) {
-    return invalid("holds an image, but the model takes text only");
+    return invalid("holds an image, but ", prompts.why_no_images());
   }
   int symmetry = 0;
   if (options.augment == "dihedral") {

@@ -1,6 +1,7 @@
 """`parvl generate` on the example model, and that a server answers the same."""
 import json
 import pathlib
+import shutil
 import subprocess
 import tempfile
 import unittest
@@ -22,7 +23,9 @@ class Generate(unittest.TestCase):
     def parvl(self, *flags):
         if "--max-tokens" not in flags:
             flags += ("--max-tokens", 12)
-        return subprocess.run([PARVL, "generate", "--model", MODEL, *map(str, flags)], capture_output=True, timeout=120)
+        if "--model" not in flags:
+            flags += ("--model", MODEL)
+        return subprocess.run([PARVL, "generate", *map(str, flags)], capture_output=True, timeout=120)
 
     def answer(self, *flags):
         done = self.parvl("--json", "--prompt", QUESTION, *flags)
@@ -79,6 +82,35 @@ class Generate(unittest.TestCase):
         raw = self.answer("--raw")
         self.assertLess(raw["prompt_tokens"], self.answer()["prompt_tokens"])
 
+    def damaged_model(self, name, content=None):
+        """A copy of the model without the file `name`, or with `content` in it."""
+        folder = pathlib.Path(self.folder.name) / self.id().rsplit(".", 1)[1]
+        shutil.copytree(MODEL, folder)
+        (folder / name).unlink() if content is None else (folder / name).write_text(content)
+        return folder
+
+    def test_a_missing_image_processor_is_named(self):
+        folder = self.damaged_model("preprocessor_config.json")
+        says = f"{folder}/preprocessor_config.json is missing, and the model takes images only with it"
+        done = self.parvl("--model", folder, "--prompt", "x", "--image", self.image)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn(says, done.stderr.decode())
+        with Server(model=folder) as server:
+            status, _, body = server.chat(messages=ask(QUESTION, data_uri(png())))
+            self.assertEqual(status, 400)
+            self.assertIn(says, body["error"]["message"])
+            self.assertEqual(server.chat(messages=ask(QUESTION), max_tokens=1)[0], 200)
+
+    def test_a_template_without_end(self):
+        folder = self.damaged_model("chat_template.jinja", "{% for i in range(1000000) %}{% for j in range(1000000) %}x{% endfor %}{% endfor %}")
+        done = self.parvl("--model", folder, "--prompt", "x")
+        self.assertEqual(done.returncode, 2)
+        self.assertRegex(done.stderr.decode(), "chat template: the template takes more than the limit of [0-9]+ steps; .*line 1")
+        with Server(model=folder) as server:
+            status, _, body = server.chat(messages=ask(QUESTION))
+            self.assertEqual(status, 400)
+            self.assertIn("more than the limit of", body["error"]["message"])
+
     def test_refusals(self):
         broken = self.image.with_name("broken.png")
         broken.write_bytes(png()[:50])
@@ -89,6 +121,8 @@ class Generate(unittest.TestCase):
                             (("--prompt", "x", "--temperature", "9"), "temperature must be between 0 and 2"),
                             (("--prompt", "x", "--raw", "--image", self.image), "--raw"),
                             (("--prompt", "word " * 20_000), "limit"),
+                            (("--prompt", "x", "--seed", "-1"), "--seed must be a whole number from 0 to 18446744073709551615, found '-1'"),
+                            (("--prompt", "x", "--seed", str(2 ** 64)), "--seed must be a whole number from 0 to 18446744073709551615"),
                             ((), "--prompt")):
             done = self.parvl(*flags)
             self.assertEqual(done.returncode, 2, (flags, done.stderr))

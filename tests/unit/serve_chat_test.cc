@@ -204,7 +204,7 @@ TEST_F(ServerTest, WrongRoutesAndMethods) {
   EXPECT_EQ(get("/nothing").status, 404);
   EXPECT_EQ(get("/nothing").code(), "route_not_found");
   EXPECT_EQ(get("/v1/chat/completions").status, 405);
-  EXPECT_EQ(get("/v1/chat/completions").headers.at("allow"), "POST");
+  EXPECT_EQ(get("/v1/chat/completions").headers.at("allow"), "POST, OPTIONS");
   for (const char* path : {"/v1/completions", "/tokenize", "/detokenize"}) {
     TestClient client(server_->port());
     const TestReply reply = client.post(path, "{}");
@@ -218,6 +218,59 @@ TEST_F(ServerTest, WrongRoutesAndMethods) {
   EXPECT_EQ(client.get("/livez").status, 200);  // no body was sent that would be taken for this answer
 }
 
+TEST_F(ServerTest, MethodsAreToldAndUnknownOnesAre501) {
+  start();
+  const std::vector<std::pair<std::string, std::string>> routes = {{"/v1/chat/completions", "POST, OPTIONS"},
+                                                                   {"/v1/models", "GET, HEAD, OPTIONS"},
+                                                                   {"/livez", "GET, HEAD, OPTIONS"},
+                                                                   {"*", "GET, HEAD, POST, OPTIONS"}};
+  TestClient client(server_->port());
+  for (const auto& [path, methods] : routes) {
+    client.send(http_request("OPTIONS", path, ""));
+    const TestReply reply = client.read_reply(true);  // 204 has no body
+    EXPECT_EQ(reply.status, 204) << path;
+    EXPECT_EQ(reply.headers.at("allow"), methods) << path;
+    EXPECT_FALSE(reply.headers.contains("content-length")) << path;
+    if (path == "*") continue;
+    client.send(http_request("DELETE", path, ""));
+    const TestReply wrong = client.read_reply();
+    EXPECT_EQ(wrong.status, 405) << path;
+    EXPECT_EQ(wrong.headers.at("allow"), methods) << path;
+    client.send(http_request("FROB", path, ""));
+    EXPECT_EQ(client.read_reply().status, 501) << path;
+  }
+  client.send(http_request("OPTIONS", "/nothing", ""));
+  EXPECT_EQ(client.read_reply().status, 404);
+  client.send(http_request("GET", "*", ""));
+  EXPECT_EQ(client.read_reply().status, 404);
+}
+
+TEST_F(ServerTest, ATargetWithSchemeAndHostIsItsPath) {
+  start();
+  for (const char* target : {"http://test/v1/models", "HTTP://test:80/v1/models?a=b", "/v1/models?next=http://test/"}) {
+    EXPECT_EQ(get(target).json()["object"], "list") << target;
+  }
+  EXPECT_EQ(get("http://test").code(), "route_not_found");
+  EXPECT_THAT(get("http://test?x").message(), HasSubstr("no route '/'"));
+  TestClient client(server_->port());
+  client.send(http_request("POST", "http://test/v1/chat/completions", user_says("hi").dump()));
+  EXPECT_EQ(client.read_reply().status, 200);
+}
+
+TEST_F(ServerTest, OneHostHeaderIsNeededSinceHttp11) {
+  start();
+  for (const char* headers : {"", "Host: a\r\nHost: b\r\n"}) {
+    TestClient client(server_->port());
+    client.send(std::string("GET /livez HTTP/1.1\r\n") + headers + "\r\n");
+    const TestReply reply = client.read_reply();
+    EXPECT_EQ(reply.status, 400) << headers;
+    EXPECT_THAT(reply.message(), HasSubstr("one Host header"));
+  }
+  TestClient old(server_->port());
+  old.send("GET /livez HTTP/1.0\r\n\r\n");
+  EXPECT_EQ(old.read_reply().status, 200);
+}
+
 TEST_F(ServerTest, BadBodiesNameTheField) {
   start();
   TestClient client(server_->port());
@@ -225,8 +278,11 @@ TEST_F(ServerTest, BadBodiesNameTheField) {
   EXPECT_EQ(reply.status, 400);
   EXPECT_EQ(reply.json()["error"]["type"], "invalid_request_error");
   EXPECT_THAT(reply.message(), HasSubstr("not valid JSON"));
-  reply = client.post("/v1/chat/completions", "");
-  EXPECT_EQ(reply.status, 400);
+  for (const char* empty : {"", " \r\n"}) {
+    reply = client.post("/v1/chat/completions", empty);
+    EXPECT_EQ(reply.status, 400);
+    EXPECT_EQ(reply.message(), "the body is empty; send a JSON object with `messages`");
+  }
   Json body = user_says("hi");
   body["temperature"] = "hot";
   reply = client.chat(body);

@@ -60,7 +60,7 @@ TEST_F(ServerTest, DisconnectCancelsWhatRuns) {
     std::lock_guard lock(script_->mutex);
     script_->endless = true;
   }
-  for (const bool stream : {true, false}) {
+  for (const auto& [stream, half] : std::vector<std::pair<bool, bool>>{{true, false}, {false, false}, {false, true}}) {
     const int64_t before = script_->cancelled;  // nothing runs now
     Json body = user_says("hi");
     body["stream"] = stream;
@@ -72,8 +72,15 @@ TEST_F(ServerTest, DisconnectCancelsWhatRuns) {
     if (stream) {
       EXPECT_THAT(client.read_until("\n\n"), HasSubstr("200 OK"));
     }
-    client.close();
+    if (half) {
+      client.shut_down_sending();
+    } else {
+      client.close();
+    }
     ASSERT_TRUE(wait_admitted(0));
+    if (half) {
+      EXPECT_EQ(client.read_reply().status, 0);
+    }
     bool cancelled = false;
     for (int i = 0; i < 10 && !cancelled; ++i) {
       script_->allow(1);

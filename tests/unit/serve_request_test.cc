@@ -171,6 +171,27 @@ TEST(ChatRequestTest, WrongValuesAre400AndNameTheField) {
   }
 }
 
+TEST(ChatRequestTest, WrongNumbersAreShown) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {R"("max_tokens": 1.5)", "'max_tokens' must be a whole number, found 1.5"},
+      {R"("max_tokens": 9223372036854775808)",
+       "'max_tokens' is too large: it must be at most 9223372036854775807, found 9223372036854775808"},
+      {R"("max_tokens": 1e30)", "'max_tokens' is too large: it must be at most 9223372036854775807, found 1e+30"},
+      {R"("min_tokens": -1e30)", "'min_tokens' is too small: it must be at least -9223372036854775808, found -1e+30"},
+      {R"("seed": 1.5)", "'seed' must be a whole number, found 1.5"},
+      {R"("seed": 18446744073709551616)",
+       "'seed' must be between -9223372036854775808 and 18446744073709551615, found 1.8446744073709552e+19"},
+      {R"("stop_token_ids": [2.5])", "'stop_token_ids' must be a list of token ids (whole numbers), found 2.5"},
+      {R"("temperature": "hot")", "'temperature' must be a number, found string"},
+  };
+  for (const auto& [field, message] : cases) {
+    const std::string body = R"({"messages": [{"role": "user", "content": "hi"}], )" + field + "}";
+    EXPECT_EQ(parse_chat_request(body, rules()).status().message(), message);
+  }
+  EXPECT_EQ(parse_chat_request("{x", rules()).status().message().substr(0, 46),
+            "the body: not valid JSON: parse error at colum");
+}
+
 TEST(ChatRequestTest, WhatIsNotBuiltSaysSo) {
   const std::vector<std::pair<const char*, Json>> cases = {
       {"n", 2},
@@ -204,7 +225,10 @@ TEST(ChatRequestTest, ImagesAreCountedAndRefusedByATextModel) {
   ChatRules text_only = rules();
   text_only.takes_images = false;
   const auto request = parse_chat_request(with_part(image).dump(), text_only);
-  EXPECT_THAT(std::string(request.status().message()), HasSubstr("this model takes no images"));
+  EXPECT_THAT(std::string(request.status().message()), HasSubstr("is an image, and this model takes no images"));
+  text_only.why_no_images = "a.json is missing";
+  EXPECT_THAT(std::string(parse_chat_request(with_part(image).dump(), text_only).status().message()),
+              HasSubstr("is an image, and a.json is missing"));
   EXPECT_EQ(http_status_of(parse(with_part({{"type", "image_url"}})).status()), 400);
   EXPECT_EQ(http_status_of(parse(with_part({{"type", "image_url"}, {"image_url", {{"url", 5}}}})).status()), 400);
 }

@@ -232,7 +232,7 @@ TEST_F(LoaderTest, RefusalsNameTheSample) {
   const auto text_only = PromptBuilder::load((folder_ / "text").string());
   ASSERT_TRUE(text_only.ok()) << text_only.status();
   EXPECT_THAT(message(prepare_sample(dataset_->sample(1), **text_only, {.max_length = 1000}, 0)),
-              HasSubstr("takes text only"));
+              HasSubstr("holds an image, but this model takes no images"));
 }
 
 TEST_F(LoaderTest, TheSameBatchesWhateverTheThreads) {

@@ -69,7 +69,7 @@ struct BadLine {
 
 TEST_F(SourceTest, BadLinesAreRefusedByNumber) {
   const BadLine cases[] = {
-      {"{", "not valid JSON"},
+      {"{", "d.jsonl:2: not valid JSON: parse error at column 2: "},
       {"\"x\"", "must be an object with \"messages\", found string"},
       {"{\"message\": []}", "has no \"messages\""},
       {"{\"messages\": []}", "must be a list of at least one message"},
