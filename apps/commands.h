@@ -26,6 +26,11 @@ inline void run_with(CLI::App& subcommand, Context& context, std::function<absl:
   subcommand.callback([&context, body = std::move(body)] { context.selected = body; });
 }
 
+// For options that name a file or folder: an empty one, of a variable that is not set say, would be taken for "/".
+inline CLI::Option* named(CLI::Option* option) {
+  return option->check([](const std::string& text) { return text.empty() ? "must not be empty" : ""; }, "");
+}
+
 #define PARVL_COMMAND(name) void add_##name##_command(CLI::App& app, Context& context);
 #include "commands.inc"  // written by apps/CMakeLists.txt: PARVL_COMMAND(generate) ...
 #undef PARVL_COMMAND

@@ -226,8 +226,8 @@ absl::Status run_eval(const EvalFlags& flags, const Context& context) {
 void add_eval_command(CLI::App& app, Context& context) {
   auto flags = std::make_shared<EvalFlags>();
   CLI::App* command = app.add_subcommand("eval", "Counts right greedy answers on a data set");
-  command->add_option("--model", flags->model, "Model directory")->required();
-  command->add_option("--data", flags->data, "easy-vqa:test, or FILE.jsonl as for training")->required();
+  named(command->add_option("--model", flags->model, "Model directory"))->required();
+  named(command->add_option("--data", flags->data, "easy-vqa:test, or FILE.jsonl as for training"))->required();
   command->add_option("--limit", flags->limit, "Only the first N samples (default: all)");
   command->add_option("--device", flags->generator.device, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));

@@ -13,6 +13,7 @@
 #include "parvl/base/text.h"
 #include "parvl/exec/generator.h"
 #include "parvl/exec/sampler.h"
+#include "parvl/media/unicode.h"
 
 namespace parvl {
 namespace {
@@ -29,7 +30,7 @@ struct GenerateFlags {
   std::vector<std::string> logit_bias, stop;
   std::vector<TokenId> stop_token_ids;
   int64_t max_tokens = -1, min_tokens = 0;
-  uint64_t seed = 0;
+  std::string seed = "0";  // read as text, since the parser would turn -1 into 2^64 - 1
   bool ignore_eos = false, logprobs = false, raw = false, json = false;
 };
 
@@ -62,7 +63,10 @@ absl::StatusOr<SamplingParams> read_sampling(const GenerateFlags& flags, const G
   if (flags.max_tokens != -1) params.max_tokens = flags.max_tokens;
   params.min_tokens = flags.min_tokens;
   params.ignore_eos = flags.ignore_eos;
-  params.seed = flags.seed;
+  if (!absl::SimpleAtoi(flags.seed, &params.seed)) {
+    return invalid("--seed must be a whole number from 0 to ", std::numeric_limits<uint64_t>::max(), ", found ",
+                   excerpt(flags.seed));
+  }
   params.logprobs = flags.logprobs || flags.top_logprobs.has_value() || flags.json;
   params.top_logprobs = flags.top_logprobs.value_or(flags.json ? kJsonTopLogprobs : 0);
   PARVL_RETURN_IF_ERROR(validate_sampling(params, generator.prompts().tokenizer().vocab_size()));
@@ -120,6 +124,7 @@ void print_logprobs(const std::vector<TokenLogprob>& logprobs, const Tokenizer& 
 absl::Status run_generate(const GenerateFlags& flags) {
   if (!flags.audio.empty()) return not_available_yet("--audio");
   if (!flags.video.empty()) return not_available_yet("--video");
+  if (!is_valid_utf8(flags.prompt)) return invalid("--prompt ", excerpt(flags.prompt), " is not UTF-8 text");
   PARVL_ASSIGN_OR_RETURN(auto generator, Generator::load(flags.model, flags.generator));
   PARVL_ASSIGN_OR_RETURN(const SamplingParams sampling, read_sampling(flags, *generator));
   PARVL_ASSIGN_OR_RETURN(const Prompt prompt, read_prompt(flags, generator->prompts()));
@@ -168,7 +173,7 @@ void add_sampling_options(CLI::App& command, GenerateFlags& flags) {
 void add_generate_command(CLI::App& app, Context& context) {
   auto flags = std::make_shared<GenerateFlags>();
   CLI::App* command = app.add_subcommand("generate", "Answers one prompt, offline");
-  command->add_option("--model", flags->model, "Model directory")->required();
+  named(command->add_option("--model", flags->model, "Model directory"))->required();
   command->add_option("--prompt", flags->prompt, "The user's text")->required();
   command->add_option("--image", flags->images, "An image file, put before the text; may be repeated")
       ->allow_extra_args(false);
@@ -181,7 +186,8 @@ void add_generate_command(CLI::App& app, Context& context) {
   command
       ->add_option("--dtype", flags->generator.dtype, "auto (the directory's), float32, bfloat16, float16 or float64")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
-  command->add_option("--max-model-len", flags->generator.max_model_len, "Context in tokens (default: the model's)");
+  command->add_option("--max-model-len", flags->generator.max_model_len,
+                      "Context in tokens; 0, the default: the model's");
   command->add_flag("--json", flags->json, "One JSON object: text, token_ids, prompt_tokens, logprobs, finish_reason");
   flags->generator.clock = &context.clock;
   run_with(*command, context, [flags] { return run_generate(*flags); });

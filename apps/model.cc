@@ -137,11 +137,11 @@ absl::Status run_inspect(const InspectFlags& flags) {
 
 void add_model_command(CLI::App& app, Context& context) {
   auto flags = std::make_shared<InspectFlags>();
-  CLI::App* command = app.add_subcommand("model", "Looks into model directories");
+  CLI::App* command = app.add_subcommand("model", "Looks into model directories: parvl model inspect DIR");
   command->require_subcommand(1);
   CLI::App* inspect =
       command->add_subcommand("inspect", "Lists modules, parameter names, shapes and bytes; reads headers, no weight");
-  inspect->add_option("DIR", flags->dir, "Model directory")->required();
+  named(inspect->add_option("DIR", flags->dir, "Model directory"))->required();
   inspect->add_flag("--json", flags->json, "One JSON object: model_type, dtype, modules, total, parameters");
   run_with(*inspect, context, [flags] { return run_inspect(*flags); });
 }

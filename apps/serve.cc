@@ -75,6 +75,7 @@ absl::Status refuse_unavailable(ServeFlags& flags) {
 }
 
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
+  const StopSignal signal;
   PARVL_RETURN_IF_ERROR(refuse_unavailable(flags));
   PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
   if (!(flags.shutdown_timeout_s >= 0 && flags.shutdown_timeout_s <= 86'400)) {
@@ -85,7 +86,6 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   flags.serve.version = context.version;
   std::random_device entropy;
   flags.serve.seed = static_cast<uint64_t>(entropy()) << 32 | entropy();
-  const StopSignal signal;
   flags.serve.stop_descriptor = signal.descriptor();
 
   PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
@@ -121,7 +121,7 @@ void add_serve_command(CLI::App& app, Context& context) {
   auto flags = std::make_shared<ServeFlags>();
   CLI::App* command = app.add_subcommand("serve", "Serves a model over the OpenAI API");
   ServeOptions& serve = flags->serve;
-  command->add_option("--model", serve.model_dir, "Model directory")->required();
+  named(command->add_option("--model", serve.model_dir, "Model directory"))->required();
   command->add_option("--host", serve.host, "Address to listen on")->capture_default_str();
   command->add_option("--port", serve.port, "Port to listen on; 0: any free one")->capture_default_str();
   command->add_option("--served-model-name", serve.served_names, "Names that requests may use (default: --model)");
@@ -130,13 +130,16 @@ void add_serve_command(CLI::App& app, Context& context) {
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
   command->add_option("--device", flags->generator.device, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
-  command->add_option("--max-model-len", flags->generator.max_model_len, "Context in tokens (default: the model's)");
+  command->add_option("--max-model-len", flags->generator.max_model_len,
+                      "Context in tokens; 0, the default: the model's");
   command->add_option("--max-queue", serve.max_queue, "Requests that may wait; more get 429")->capture_default_str();
   command->add_option("--api-key", serve.api_keys, "Keys, one of which every request but the probes must carry");
   command
       ->add_option("--shutdown-timeout", flags->shutdown_timeout_s, "Seconds that running requests have after SIGTERM")
       ->capture_default_str();
-  command->add_option("--limit-mm-per-prompt", flags->limit_mm_per_prompt, "Items a request may hold, as image=4");
+  command->add_option(
+      "--limit-mm-per-prompt", flags->limit_mm_per_prompt,
+      "Items a request may hold, as image=4 (default: image=" + std::to_string(serve.media.max_images) + ")");
   command->add_option("--allowed-local-media-path", serve.media.local_path,
                       "Folder that file:// URLs may name files in");
   command->add_option("--max-body-bytes", serve.http.body_bytes, "Largest request body")->capture_default_str();

@@ -29,6 +29,7 @@ void print(FILE* stream, std::string_view text) {
 }
 
 absl::Status run_train(const TrainOptions& options, const Context& context) {
+  const StopSignal signal;  // before all else: also a run that is stopped while it starts says so
   PARVL_ASSIGN_OR_RETURN(const Recipe recipe, load_recipe(options.config, options.overrides));
   if (options.dry_run) return not_available_yet("train --dry-run (it comes with parallel training)");
   // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
@@ -44,7 +45,6 @@ absl::Status run_train(const TrainOptions& options, const Context& context) {
                    ", but the recipe's layout has 1 rank; start one process (training on ",
                    "several ranks is not available yet)");
   }
-  StopSignal signal;
   TrainerEnvironment environment;
   environment.clock = &context.clock;
   environment.base_dir = std::filesystem::absolute(options.config).parent_path().string();
@@ -66,7 +66,7 @@ absl::Status run_train(const TrainOptions& options, const Context& context) {
 void add_train_command(CLI::App& app, Context& context) {
   auto options = std::make_shared<TrainOptions>();
   CLI::App* command = app.add_subcommand("train", "Trains a model by a recipe");
-  command->add_option("--config", options->config, "recipe.yaml")->required();
+  named(command->add_option("--config", options->config, "recipe.yaml"))->required();
   command->add_option("--set", options->overrides, "key=value over the recipe, e.g. train.steps=100; may be repeated");
   command->add_flag("--dry-run", options->dry_run, "Print the rank table, bytes a rank and messages; load nothing");
   command->add_flag("--json", options->json,

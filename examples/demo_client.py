@@ -36,7 +36,7 @@ def wait(pid: int, output: pathlib.Path, errors: pathlib.Path) -> None:
             if time.monotonic() - last > 4:
                 last = time.monotonic()
                 print(f"waiting for the server ... {last - start:.0f} s", flush=True)
-            time.sleep(0.05)
+            time.sleep(0.05)  # a file that grows tells nobody; this ends when the server is ready or its process is gone
 
 
 def pixels(file: bytes) -> list[list[tuple[int, int, int]]]:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <thread>
+#include <utility>
 
 #include "parvl/nn/device.h"
 #include "parvl/plan/cost/flops.h"
@@ -79,12 +80,27 @@ absl::Status Trainer::save_the_rest(const absl::Status& ended) {
   return absl::Status(ended.code(), absl::StrCat(ended.message(), "; after that, ", saved.message()));
 }
 
+// Once a run: whose every batch is so learns nothing, and nothing else would show it.
+void Trainer::warn_of_no_targets() {
+  if (std::exchange(warned_of_no_targets_, true)) return;
+  bool any = false;
+  for (int64_t i = 0; i < train_set_->size() && !any; ++i) {
+    const std::vector<Message>& messages = train_set_->sample(i).messages;
+    any = std::any_of(messages.begin(), messages.end(), [](const Message& m) { return m.role == "assistant"; });
+  }
+  output_->line(absl::StrCat("warning: no token of step ", optimizer_->steps_done(),
+                             "'s batch is to be learned, so that step changes nothing",
+                             any ? "" : ", nor will any other: data.train has no turn with the role \"assistant\"",
+                             "; give the samples the answers to learn as assistant turns"));
+}
+
 absl::Status Trainer::next_step(BatchLoader& loader) {
   const double start = env_.clock->now_seconds();
   output_->working("preparing data");
   PARVL_ASSIGN_OR_RETURN(const GlobalBatch batch, loader.next());
   output_->working("training");
   PARVL_ASSIGN_OR_RETURN(const StepResult result, train_step(batch));
+  if (result.targets == 0) warn_of_no_targets();
   return after_step(result, env_.clock->now_seconds() - start);
 }
 
@@ -122,9 +138,9 @@ absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
   const int64_t step = optimizer_->steps_done();
   if (!std::isfinite(result.loss) || !std::isfinite(result.grad_norm)) {
     worth_saving_ = false;  // going on from there would only end the same way
-    return failed(
-        "step ", step + 1, ": the loss is ", result.loss, " and the gradient norm ", result.grad_norm,
-        ", not finite; the weights were not changed. Lower optim.lr, raise optim.warmup_steps or set optim.clip_norm");
+    return failed("step ", step + 1, ": the loss is ", result.loss, " and the gradient norm ", result.grad_norm,
+                  ", not finite, so this step's update was not made; lower optim.lr, raise optim.warmup_steps or set "
+                  "optim.clip_norm");
   }
   worth_saving_ = false;  // stays so when the update throws half-way
   optimizer_->step(lr_factor(recipe_.optim, step, recipe_.train.steps));

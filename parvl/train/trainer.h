@@ -67,6 +67,7 @@ class Trainer {
   absl::Status train_loop();
   absl::Status save_the_rest(const absl::Status& ended);
   absl::Status next_step(BatchLoader& loader);
+  void warn_of_no_targets();
   absl::Status after_step(const StepResult& result, double seconds);
   absl::Status save();
   absl::Status evaluate();
@@ -88,6 +89,7 @@ class Trainer {
   int64_t saved_step_ = -1;  // the newest step that a checkpoint of this run holds
   // False where going on from the weights makes no sense: half updated, or their next numbers are not finite.
   bool worth_saving_ = true;
+  bool warned_of_no_targets_ = false;
   // Sums since the last logged step.
   double interval_seconds_ = 0, interval_flops_ = 0;
   int64_t interval_tokens_ = 0;

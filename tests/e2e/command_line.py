@@ -47,6 +47,23 @@ class CommandLine(unittest.TestCase):
         self.assertIn("unexpected argument '--versoin'; did you mean --version?", self.refused(parvl("--versoin")))
         self.assertIn("unknown command 'x?y'", self.refused(parvl("x\ny")))
 
+    def test_empty_names(self):
+        for command in (("generate", "--prompt", "x", "--model", ""), ("serve", "--model", ""), ("eval", "--data", "x", "--model", ""),
+                        ("eval", "--model", "x", "--data", ""), ("train", "--config", ""), ("model", "inspect", "")):
+            with self.subTest(command):
+                self.assertIn("must not be empty", self.refused(parvl(*command)))
+
+    def test_a_prompt_that_is_no_text(self):
+        run = parvl("generate", "--model", "x", "--prompt", b"a\xff")
+        self.assertEqual(self.refused(run), "parvl: --prompt 'a?' is not UTF-8 text")
+
+    def test_help_says_the_defaults(self):
+        for command in ("generate", "serve"):
+            self.assertRegex(parvl(command, "--help").stdout, r"--max-model-len[^-]*0, the default: the model's")
+        self.assertIn("(default: image=16)", parvl("serve", "--help").stdout)
+        self.assertIn("parvl model inspect DIR", parvl("--help").stdout)
+        self.assertIn("inspect", parvl("model", "--help").stdout)
+
     def test_unavailable_commands(self):
         for command in UNAVAILABLE:
             run = parvl(command, "--config", "x", "status", "--json")

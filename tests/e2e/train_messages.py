@@ -93,7 +93,7 @@ class Messages(TrainCase):
         self.assert_one_sentence(run)
         step = len(run.losses())
         self.assertIn(f"step {step + 1}: the loss is ", run.message())
-        self.assertIn("not finite; the weights were not changed. Lower optim.lr", run.message())
+        self.assertIn("not finite, so this step's update was not made; lower optim.lr", run.message())
         self.assertEqual(sorted(p.name for p in self.out.glob("step-*")), sorted(f"step-{i + 1}" for i in range(step)))
 
     def test_a_folder_in_use(self):
@@ -112,18 +112,32 @@ class Messages(TrainCase):
         run = self.train("train.steps=2")
         self.assertEqual(run.losses(), [0.0, 0.0])
         self.assertEqual([e["loss_tokens"] for e in run.events if e["event"] == "step"], [0, 0])
+        warnings = [line for line in run.stderr.splitlines() if line.startswith("warning: ")]
+        self.assertEqual(len(warnings), 1, run.stderr)
+        self.assertRegex(warnings[0], "no token of step 1's batch is to be learned, .* nor will any other: .* \"assistant\"; give ")
+
+    def test_a_batch_without_targets_among_others(self):
+        self.write_data([{"messages": [turn("user", "a")]}] * 3 + [{"messages": [turn("user", "a"), turn("assistant", "b")]}])
+        run = self.train("train.steps=4", "data.micro_batch=1", "data.global_batch=1")
+        self.assertEqual(sum(loss > 0 for loss in run.losses()), 1)
+        warnings = [line for line in run.stderr.splitlines() if line.startswith("warning: ")]
+        self.assertEqual(len(warnings), 1, run.stderr)
+        self.assertNotIn("nor will any other", warnings[0])
+        self.write_data([{"messages": [turn("user", "a"), turn("assistant", "b")]}])
+        run = self.train("train.steps=1", "data.micro_batch=1", "data.global_batch=1", "train.out=other")
+        self.assertNotIn("warning", run.stderr)
 
     def test_text_only(self):
         (self.folder / "config.json").write_text(json.dumps(tiny_config(text_only=True)))
         tokenizer = self.folder / "tokenizer"
-        shutil.copytree(START, tokenizer, ignore=shutil.ignore_patterns("preprocessor_config.json"))
+        shutil.copytree(START, tokenizer, ignore=shutil.ignore_patterns("preprocessor_config.json", "config.json"))
         self.write_data([{"messages": [turn("user", f"what is {i}?"), turn("assistant", "circle")]} for i in range(4)])
         run = self.train("tokenizer=tokenizer", "train.steps=40", "optim.lr=0.02")
         self.assertLess(run.losses()[-1], 0.1 * run.losses()[0])
         picture(self.folder / "p.png", 1)
         self.write_data([{"messages": [turn("user", {"type": "image", "image": "p.png"}, {"type": "text", "text": "x"}),
                                        turn("assistant", "b")]}])
-        self.assertIn("the model takes text only", self.refused("tokenizer=tokenizer", "train.out=other"))
+        self.assertIn("holds an image, but this model takes no images", self.refused("tokenizer=tokenizer", "train.out=other"))
 
     def test_output_for_people(self):
         run = subprocess.run(self.command("train.steps=4", "train.log_every=2", "data.eval=data.jsonl", flags=()), capture_output=True,
