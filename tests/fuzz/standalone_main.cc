@@ -3,6 +3,7 @@
 // usage: NAME_fuzz [-runs=N] [-max_total_time=S] [-seed=S] [-max_len=B] [FOLDER of seeds | FILE to try once]...
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,7 +30,7 @@ struct Options {
   std::vector<std::string> once;
 };
 
-constexpr unsigned kHangSeconds = 30;
+constexpr time_t kHangSeconds = 30;
 
 // What the crash handler reports.
 const std::string* g_input = nullptr;
@@ -40,8 +41,8 @@ void on_crash(int number) {
   std::snprintf(name, sizeof(name), "crash-seed%llu-run%llu", static_cast<unsigned long long>(g_seed),
                 static_cast<unsigned long long>(g_run));
   std::fprintf(stderr, "%s on run %llu of seed %llu; the input is in %s, and its first bytes are:\n",
-               number == SIGALRM ? "no answer in 30 s" : strsignal(number), static_cast<unsigned long long>(g_run),
-               static_cast<unsigned long long>(g_seed), name);
+               number == SIGPROF ? "no answer in 30 s of processor time" : strsignal(number),
+               static_cast<unsigned long long>(g_run), static_cast<unsigned long long>(g_seed), name);
   if (g_input != nullptr) {
     for (size_t i = 0; i < std::min<size_t>(g_input->size(), 1000); ++i) {
       std::fprintf(stderr, "\\x%02x", static_cast<unsigned char>((*g_input)[i]));
@@ -53,7 +54,7 @@ void on_crash(int number) {
     }
   }
   ::signal(number, SIG_DFL);
-  if (number == SIGALRM) _exit(70);
+  if (number == SIGPROF) _exit(70);
   ::raise(number);
 }
 
@@ -182,13 +183,19 @@ void mutate_once(std::string& input, const std::vector<std::string>& seeds, Rng&
   }
 }
 
+// Processor time, so that a stopped or crowded machine is no hang. 0: never.
+void stop_after(time_t seconds) {
+  const itimerval limit{{0, 0}, {seconds, 0}};
+  ::setitimer(ITIMER_PROF, &limit, nullptr);
+}
+
 void try_input(const std::string& input) {
   g_input = &input;
-  ::alarm(kHangSeconds);
+  stop_after(kHangSeconds);
   // A copy of exactly this size, so that a memory checker sees a read past its end.
   const std::vector<uint8_t> bytes(input.begin(), input.end());
   LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
-  ::alarm(0);
+  stop_after(0);
 }
 
 void limit_memory() {
@@ -202,7 +209,7 @@ void limit_memory() {
 
 int main(int argc, char** argv) {
   Options options = read_options(argc, argv);
-  for (const int number : {SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGALRM}) ::signal(number, on_crash);
+  for (const int number : {SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGPROF}) ::signal(number, on_crash);
   limit_memory();
   for (const std::string& path : options.once) try_input(read_whole(path));
   if (!options.once.empty()) return 0;
