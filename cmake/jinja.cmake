@@ -21,6 +21,7 @@ file(WRITE ${JINJA_SHIM}/ggml.h "#include <cstdlib>
 # either grows report to parvl/media/jinja_limits.h. The files are pinned by their hash, so a place that is not found is an error.
 set(JINJA_LIMITED ${CMAKE_BINARY_DIR}/jinja_limited)
 file(GLOB JINJA_FILES ${JINJA_ROOT}/jinja/*.h ${JINJA_ROOT}/jinja/*.cpp)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${JINJA_FILES})
 foreach(file ${JINJA_FILES})
   get_filename_component(name ${file} NAME)
   file(READ ${file} jinja_${name})

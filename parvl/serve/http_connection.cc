@@ -34,7 +34,7 @@ absl::Status header_error(const boost::system::error_code& error, const HttpLimi
   return api_error(400, "this is not a valid HTTP request: " + error.message(), "bad_request");
 }
 
-// The path of a request target: "/a" of "/a?b", and of "http://host/a", which clients send to a proxy.
+// The path of a request target: "/a" of "/a?b", and of "http://HOST/a", which clients send to a proxy.
 std::string path_of(std::string_view target) {
   const size_t scheme = target.find("://");
   if (scheme != std::string_view::npos && scheme < target.find_first_of("/?")) {
