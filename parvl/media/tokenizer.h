@@ -7,12 +7,11 @@
 #include <string_view>
 #include <vector>
 
+#include "parvl/base/ids.h"
 #include "parvl/base/json.h"
 #include "parvl/base/status.h"
 
 namespace parvl {
-
-using TokenId = int32_t;
 
 // A run of text with one origin. Special tokens are recognised only where every byte comes from the template (or from a
 // caller that is trusted), never inside text that a user typed. Ordinary tokens may span runs.

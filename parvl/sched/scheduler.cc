@@ -1,0 +1,284 @@
+#include "parvl/sched/scheduler.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "parvl/base/check.h"
+
+namespace parvl {
+namespace {
+
+void insert_in_order(std::vector<Sequence*>& line, Sequence& sequence) {
+  const auto before = [](const Sequence* a, const Sequence* b) { return goes_before(*a, *b); };
+  line.insert(std::upper_bound(line.begin(), line.end(), &sequence, before), &sequence);
+}
+
+}  // namespace
+
+absl::Status validate(const SchedulerConfig& c) {
+  const auto positive = [](const char* name, int64_t value) {
+    return value > 0 ? absl::OkStatus() : invalid(name, " is ", value, "; it must be at least 1");
+  };
+  PARVL_RETURN_IF_ERROR(positive("the KV block size", c.block_size));
+  PARVL_RETURN_IF_ERROR(positive("the number of KV blocks", c.num_blocks));
+  PARVL_RETURN_IF_ERROR(positive("max-model-len", c.max_model_len));
+  PARVL_RETURN_IF_ERROR(positive("max-num-seqs", c.max_seqs));
+  PARVL_RETURN_IF_ERROR(positive("max-num-batched-tokens", c.max_batched_tokens));
+  if (c.max_batched_tokens < c.max_seqs) {
+    return invalid("max-num-batched-tokens ", c.max_batched_tokens, " is less than max-num-seqs ", c.max_seqs,
+                   ", so not every running sequence could go on");
+  }
+  if (c.num_blocks * c.block_size < c.max_model_len) {
+    return invalid("the KV memory holds ", c.num_blocks * c.block_size, " tokens, fewer than max-model-len ",
+                   c.max_model_len, "; give it more memory, or lower max-model-len");
+  }
+  return absl::OkStatus();
+}
+
+Scheduler::Scheduler(const SchedulerConfig& config)
+    : config_(config), blocks_(config.num_blocks), encoder_cache_(config.encoder_cache_bytes) {}
+Scheduler::~Scheduler() = default;
+
+absl::Status Scheduler::add(SchedRequest request, double now) {
+  const int64_t tokens = static_cast<int64_t>(request.prompt.size());
+  PARVL_CHECK(tokens > 0 && !by_id_.contains(request.id), "a request without tokens, or with a used id");
+  if (tokens >= config_.max_model_len) {
+    return invalid("the prompt has ", tokens, " tokens; the limit is ", config_.max_model_len,
+                   " for prompt and answer together, so at most ", config_.max_model_len - 1, " may be prompt");
+  }
+  for (size_t i = 0; i < request.media.size(); ++i) {
+    if (request.media[i].bytes <= config_.encoder_cache_bytes) continue;
+    return invalid("media item ", i + 1, " needs ", request.media[i].bytes, " bytes of encoder output, more than the ",
+                   config_.encoder_cache_bytes, " of the encoder cache; send it smaller");
+  }
+  auto sequence = std::make_unique<Sequence>();
+  sequence->tokens = request.prompt;
+  sequence->pinned.resize(request.media.size());
+  sequence->arrival = sequence->waiting_since = now;
+  sequence->request = std::move(request);
+  insert_in_order(waiting_, *sequence);
+  by_id_.emplace(sequence->request.id, std::move(sequence));
+  return absl::OkStatus();
+}
+
+void Scheduler::finish(RequestId id) {
+  const auto found = by_id_.find(id);
+  if (found == by_id_.end()) return;
+  Sequence& sequence = *found->second;
+  if (sequence.in_flight > 0) {
+    sequence.ended = true;
+  } else {
+    erase(sequence);
+  }
+}
+
+SchedulerOutput Scheduler::schedule(double now) {
+  PARVL_CHECK(!in_flight_, "a step was scheduled while another is in flight");
+  SchedulerOutput output;
+  output.step = last_step_ = StepId{last_step_.value + 1};
+  tokens_left_ = config_.max_batched_tokens;
+  encode_left_ = config_.encode_budget;
+  in_step_.clear();
+  promote_starving(now);
+  schedule_running(output);
+  schedule_waiting(output);
+  for (const RequestId id : output.preempted) by_id_.at(id)->waiting_since = now;
+  in_flight_ = !output.sequences.empty();
+  return output;
+}
+
+void Scheduler::promote_starving(double now) {
+  bool any = false;
+  for (Sequence* sequence : waiting_) {
+    if (sequence->promoted || now - sequence->waiting_since < config_.starvation_s) continue;
+    sequence->promoted = any = true;
+  }
+  if (!any) return;
+  std::sort(waiting_.begin(), waiting_.end(), [](const Sequence* a, const Sequence* b) { return goes_before(*a, *b); });
+}
+
+// Those that wait for one token first: a long prompt must not make running streams wait.
+void Scheduler::schedule_running(SchedulerOutput& output) {
+  const Sequences turns = running_;
+  for (const bool decoding : {true, false}) {
+    for (Sequence* sequence : turns) {
+      if (!sequence->running || (sequence->length() - sequence->computed == 1) != decoding) continue;
+      schedule_tokens(*sequence, output);
+    }
+  }
+}
+
+// Where somebody had to give way, nobody new comes in.
+void Scheduler::schedule_waiting(SchedulerOutput& output) {
+  while (!waiting_.empty() && tokens_left_ > 0 && output.preempted.empty()) {
+    Sequence& sequence = *waiting_.front();
+    if (!make_place(sequence, output)) return;
+    waiting_.erase(waiting_.begin());
+    sequence.running = true;
+    insert_in_order(running_, sequence);
+    start_from_prefix_cache(sequence);
+    if (schedule_tokens(sequence, output)) continue;
+    // There is no memory for it now: it waits on, holding nothing.
+    release_all(sequence);
+    sequence.running = false;
+    running_.erase(std::find(running_.begin(), running_.end(), &sequence));
+    insert_in_order(waiting_, sequence);
+    return;
+  }
+}
+
+// A place among the running ones: a free one, or that of a sequence of lower priority.
+bool Scheduler::make_place(const Sequence& sequence, SchedulerOutput& output) {
+  if (static_cast<int64_t>(running_.size()) < config_.max_seqs) return true;
+  Sequence* victim = victim_for(sequence, Wanted::kPlace);
+  if (victim == nullptr) return false;
+  preempt(*victim, output);
+  return true;
+}
+
+// As many of its next tokens as budget, memory and encoder outputs allow. False when memory is what lacks.
+bool Scheduler::schedule_tokens(Sequence& sequence, SchedulerOutput& output) {
+  const int64_t wanted = std::min(sequence.length() - sequence.computed, tokens_left_);
+  const int64_t count = count_ready(sequence, wanted, output);
+  if (count == 0) return true;
+  if (!grow(sequence, sequence.computed + count, output)) return false;
+  SequenceWork work;
+  work.id = sequence.request.id;
+  work.begin = sequence.computed;
+  work.count = count;
+  work.samples = sequence.computed + count == sequence.length();
+  work.blocks = sequence.blocks;
+  for (size_t i = 0; i < sequence.request.media.size(); ++i) {
+    const MediaItem& item = sequence.request.media[i];
+    if (item.end() <= work.begin || item.begin >= work.begin + count) continue;
+    work.media.push_back({static_cast<int32_t>(i), encoder_cache_.find(item.key)->slot});
+  }
+  sequence.in_flight = count;
+  sequence.samples = work.samples;
+  tokens_left_ -= count;
+  in_step_.push_back(&sequence);
+  output.sequences.push_back(std::move(work));
+  return true;
+}
+
+// How many of the next `wanted` tokens can be computed: up to the first item whose encoder output is not there. Asks
+// for the outputs of all items that are left, so that encoding goes on while the text before them is computed.
+int64_t Scheduler::count_ready(Sequence& sequence, int64_t wanted, SchedulerOutput& output) {
+  int64_t count = wanted;
+  bool first = true;
+  for (size_t i = 0; i < sequence.request.media.size(); ++i) {
+    const MediaItem& item = sequence.request.media[i];
+    if (item.end() <= sequence.computed) continue;
+    const bool ready = require_encoded(sequence, i, std::exchange(first, false), output);
+    if (!ready) count = std::min(count, std::max<int64_t>(0, item.begin - sequence.computed));
+    // Always in order: an item that comes later must not hold the bytes that this one waits for.
+    if (!sequence.pinned[i]) break;
+  }
+  return count;
+}
+
+// Whether the item's output is there; if not, sees to its encoding as far as the budgets go. The next item of a
+// sequence
+// (`urgent`) may take the place of outputs that sequences behind it hold.
+bool Scheduler::require_encoded(Sequence& sequence, size_t index, bool urgent, SchedulerOutput& output) {
+  const MediaItem& item = sequence.request.media[index];
+  const auto entry = encoder_cache_.find(item.key);
+  if (sequence.pinned[index]) return entry->ready;
+  if (entry.has_value()) {
+    encoder_cache_.pin(item.key);
+    sequence.pinned[index] = true;
+    ++counts_.encoder_queries;
+    ++counts_.encoder_hits;
+    return entry->ready;
+  }
+  const size_t modality = static_cast<size_t>(item.modality);
+  int64_t& left = encode_left_[modality];
+  if (item.cost > left && left != config_.encode_budget[modality]) return false;
+  while (!encoder_cache_.reserve(item.key, item.bytes, output.evicted)) {
+    Sequence* victim = urgent ? victim_for(sequence, Wanted::kEncoderBytes) : nullptr;
+    if (victim == nullptr) return false;
+    preempt(*victim, output);
+  }
+  left -= item.cost;
+  sequence.pinned[index] = true;
+  ++counts_.encoder_queries;
+  output.encodes.push_back({encoder_cache_.find(item.key)->slot, sequence.request.id, static_cast<int32_t>(index)});
+  return false;
+}
+
+// The last of the running ones that can give what is wanted, must give way to `sequence` and is not in this step yet.
+// One that has run before takes from all behind it; one that has not, only from a lower priority: its turn will come.
+Sequence* Scheduler::victim_for(const Sequence& sequence, Wanted wanted) const {
+  const auto has = [wanted](const Sequence& other) {
+    switch (wanted) {
+      case Wanted::kPlace:
+        return true;
+      case Wanted::kBlocks:
+        return !other.blocks.empty();
+      case Wanted::kEncoderBytes:
+        return std::find(other.pinned.begin(), other.pinned.end(), true) != other.pinned.end();
+    }
+    return false;
+  };
+  for (auto candidate = running_.rbegin(); candidate != running_.rend(); ++candidate) {
+    const Sequence& other = **candidate;
+    if (!goes_before(sequence, other)) return nullptr;
+    if (other.in_flight > 0 || !has(other)) continue;
+    if (sequence.admitted || other.request.priority > sequence.request.priority) return *candidate;
+  }
+  return nullptr;
+}
+
+void Scheduler::preempt(Sequence& sequence, SchedulerOutput& output) {
+  release_all(sequence);
+  sequence.running = false;
+  running_.erase(std::find(running_.begin(), running_.end(), &sequence));
+  insert_in_order(waiting_, sequence);
+  output.preempted.push_back(sequence.request.id);
+  ++counts_.preemptions;
+}
+
+void Scheduler::commit(const StepTokens& tokens) {
+  PARVL_CHECK(in_flight_ && tokens.step == last_step_, "results of a step that is not in flight");
+  in_flight_ = false;
+  size_t next = 0;
+  for (Sequence* sequence : std::exchange(in_step_, {})) {
+    const bool samples = sequence->samples;
+    PARVL_CHECK(!samples || next < tokens.tokens.size(), "a step gave too few tokens");
+    advance(*sequence);
+    if (samples) sequence->tokens.push_back(tokens.tokens[next++]);
+    PARVL_CHECK(sequence->length() <= config_.max_model_len, "a sequence outgrew the model");
+    if (sequence->ended) erase(*sequence);
+  }
+  PARVL_CHECK(next == tokens.tokens.size(), "a step gave too many tokens");
+}
+
+void Scheduler::advance(Sequence& sequence) {
+  sequence.computed += std::exchange(sequence.in_flight, 0);
+  publish_full_blocks(sequence);
+  unpin_computed(sequence);
+}
+
+std::vector<RequestId> Scheduler::commit_failed(StepId step) {
+  PARVL_CHECK(in_flight_ && step == last_step_, "the failure of a step that is not in flight");
+  in_flight_ = false;
+  std::vector<RequestId> ids;
+  for (Sequence* sequence : std::exchange(in_step_, {})) {
+    ids.push_back(sequence->request.id);
+    sequence->in_flight = 0;
+    erase(*sequence);
+  }
+  return ids;
+}
+
+SchedulerStats Scheduler::stats() const {
+  SchedulerStats out = counts_;
+  out.running = static_cast<int64_t>(running_.size());
+  out.waiting = static_cast<int64_t>(waiting_.size());
+  out.blocks = blocks_.num_blocks();
+  out.blocks_used = blocks_.num_blocks() - blocks_.num_free();
+  out.encoder_bytes_used = encoder_cache_.used_bytes();
+  return out;
+}
+
+}  // namespace parvl

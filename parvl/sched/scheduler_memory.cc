@@ -1,0 +1,149 @@
+// What sequences hold: blocks of KV memory and pins of encoder outputs.
+#include <algorithm>
+#include <utility>
+
+#include "parvl/base/check.h"
+#include "parvl/sched/scheduler.h"
+
+namespace parvl {
+namespace {
+
+template <typename T>
+void append_bytes(std::string& out, const T& value) {
+  out.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+}  // namespace
+
+// Everything that a block's keys and values depend on, literally, so that different content never shares a block: the
+// content before it (by its number), the tokens, which item's which part its placeholders stand for, and the salt.
+std::string Scheduler::block_key(const Sequence& sequence, int64_t index, uint64_t parent) const {
+  const int64_t begin = index * config_.block_size, end = begin + config_.block_size;
+  std::string key;
+  append_bytes(key, parent);
+  for (int64_t i = begin; i < end; ++i) append_bytes(key, sequence.tokens[static_cast<size_t>(i)]);
+  for (const MediaItem& item : sequence.request.media) {
+    if (item.end() <= begin || item.begin >= end) continue;
+    key.append(reinterpret_cast<const char*>(item.key.bytes.data()), item.key.bytes.size());
+    append_bytes(key, item.begin - begin);
+    append_bytes(key, item.length);
+  }
+  if (index == 0) key += sequence.request.cache_salt;
+  return key;
+}
+
+// Takes the blocks of the longest known prefix. At least one token is left to compute: its output chooses the next.
+void Scheduler::start_from_prefix_cache(Sequence& sequence) {
+  PARVL_CHECK(sequence.blocks.empty() && sequence.computed == 0, "a sequence that waited held blocks");
+  if (config_.prefix_caching) {
+    const int64_t full = (sequence.length() - 1) / config_.block_size;
+    for (int64_t i = 0; i < full; ++i) {
+      const auto block = blocks_.find(block_key(sequence, i, sequence.last_content));
+      if (!block.has_value()) break;
+      blocks_.retain(*block);
+      sequence.blocks.push_back(*block);
+      sequence.last_content = blocks_.content(*block);
+    }
+    sequence.published = sequence.num_blocks();
+    sequence.computed = sequence.published * config_.block_size;
+  }
+}
+
+// Blocks for the first `tokens` tokens. Others give way; false, and nothing allocated, when that is not enough.
+bool Scheduler::grow(Sequence& sequence, int64_t tokens, SchedulerOutput& output) {
+  const int64_t missing = (tokens + config_.block_size - 1) / config_.block_size - sequence.num_blocks();
+  while (blocks_.num_free() < missing) {
+    Sequence* victim = victim_for(sequence, Wanted::kBlocks);
+    if (victim == nullptr) return false;
+    preempt(*victim, output);
+  }
+  for (int64_t i = 0; i < missing; ++i) sequence.blocks.push_back(*blocks_.allocate());
+  if (!std::exchange(sequence.admitted, true)) {
+    counts_.prefix_queries += sequence.length();
+    counts_.prefix_hits += sequence.computed;
+  }
+  return true;
+}
+
+void Scheduler::publish_full_blocks(Sequence& sequence) {
+  if (!config_.prefix_caching) return;
+  for (; (sequence.published + 1) * config_.block_size <= sequence.computed; ++sequence.published) {
+    const BlockId block = sequence.blocks[static_cast<size_t>(sequence.published)];
+    sequence.last_content = blocks_.publish(block, block_key(sequence, sequence.published, sequence.last_content));
+  }
+}
+
+void Scheduler::unpin_computed(Sequence& sequence) {
+  for (size_t i = 0; i < sequence.pinned.size(); ++i) {
+    if (!sequence.pinned[i] || sequence.request.media[i].end() > sequence.computed) continue;
+    encoder_cache_.unpin(sequence.request.media[i].key);
+    sequence.pinned[i] = false;
+  }
+}
+
+void Scheduler::release_all(Sequence& sequence) {
+  for (auto block = sequence.blocks.rbegin(); block != sequence.blocks.rend(); ++block) blocks_.release(*block);
+  for (size_t i = 0; i < sequence.pinned.size(); ++i) {
+    if (sequence.pinned[i]) encoder_cache_.unpin(sequence.request.media[i].key);
+    sequence.pinned[i] = false;
+  }
+  sequence.blocks.clear();
+  sequence.computed = sequence.published = 0;
+  sequence.last_content = 0;
+}
+
+void Scheduler::erase(Sequence& sequence) {
+  release_all(sequence);
+  Sequences& line = sequence.running ? running_ : waiting_;
+  line.erase(std::find(line.begin(), line.end(), &sequence));
+  by_id_.erase(sequence.request.id);
+}
+
+std::vector<RequestId> Scheduler::commit_encode(SlotId slot, bool ok) {
+  std::vector<RequestId> lost;
+  const Sequences running = ok ? Sequences{} : running_;  // a copy: sequences are erased on the way
+  for (Sequence* sequence : running) {
+    bool needs = false;
+    for (size_t i = 0; i < sequence->pinned.size(); ++i) {
+      const MediaKey& key = sequence->request.media[i].key;
+      if (!sequence->pinned[i] || encoder_cache_.find(key)->slot != slot) continue;
+      encoder_cache_.unpin(key);
+      sequence->pinned[i] = false;
+      needs = true;
+    }
+    if (!needs) continue;
+    lost.push_back(sequence->request.id);
+    finish(sequence->request.id);
+  }
+  encoder_cache_.complete(slot, ok);
+  return lost;
+}
+
+void Scheduler::check_invariants() const {
+  std::vector<int64_t> references(static_cast<size_t>(blocks_.num_blocks()));
+  absl::flat_hash_map<MediaKey, int64_t> pins;
+  for (const Sequence* sequence : waiting_) {
+    PARVL_CHECK(!sequence->running && sequence->blocks.empty() && sequence->computed == 0, "a waiting request holds");
+    for (const bool pinned : sequence->pinned) PARVL_CHECK(!pinned, "a waiting request pins an encoder output");
+  }
+  for (const Sequence* sequence : running_) {
+    PARVL_CHECK(sequence->running, "a running sequence does not know it");
+    PARVL_CHECK(sequence->computed + sequence->in_flight <= sequence->num_blocks() * config_.block_size,
+                "tokens without a block");
+    for (const BlockId block : sequence->blocks) ++references[static_cast<size_t>(block.value)];
+    for (size_t i = 0; i < sequence->pinned.size(); ++i) {
+      if (sequence->pinned[i]) ++pins[sequence->request.media[i].key];
+    }
+  }
+  int64_t free = 0;
+  for (int32_t i = 0; i < blocks_.num_blocks(); ++i) {
+    PARVL_CHECK(blocks_.references(BlockId{i}) == references[static_cast<size_t>(i)],
+                "a block's holders do not add up");
+    free += references[static_cast<size_t>(i)] == 0;
+  }
+  PARVL_CHECK(free == blocks_.num_free(), "the free blocks do not add up");
+  PARVL_CHECK(by_id_.size() == waiting_.size() + running_.size(), "a sequence is in no line, or in two");
+  encoder_cache_.check(pins);
+}
+
+}  // namespace parvl

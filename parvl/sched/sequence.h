@@ -1,0 +1,42 @@
+// One request while the scheduler has it.
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "parvl/sched/request.h"
+
+namespace parvl {
+
+struct Sequence {
+  SchedRequest request;
+  double arrival = 0;           // seconds; kept through preemptions
+  std::vector<TokenId> tokens;  // prompt and output
+  double waiting_since = 0;
+  bool running = false;
+  bool promoted = false;  // has waited too long: before all others from now on
+  bool admitted = false;  // has run before
+
+  int64_t computed = 0;   // tokens whose keys and values are in the blocks
+  int64_t in_flight = 0;  // tokens of the step in flight
+  bool samples = false;   // that step gives a token
+  bool ended = false;     // finished while in flight: erased at commit
+  std::vector<BlockId> blocks;
+  int64_t published = 0;      // how many of the blocks have been offered to the prefix cache
+  uint64_t last_content = 0;  // of the last published block, the parent of the next
+  std::vector<bool> pinned;   // by item: holds a pin of its encoder output
+
+  int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+  int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
+};
+
+// The order of turns, and the reverse of who gives way.
+inline bool goes_before(const Sequence& a, const Sequence& b) {
+  const auto rank = [](const Sequence& s) {
+    return std::tuple(!s.promoted, s.promoted ? 0 : s.request.priority, s.arrival, s.request.id);
+  };
+  return rank(a) < rank(b);
+}
+
+}  // namespace parvl

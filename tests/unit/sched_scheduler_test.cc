@@ -1,0 +1,357 @@
+// The scheduler under random loads against a pretended executor, and its rules one by one.
+#include <absl/strings/match.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <set>
+
+#include "parvl/base/rng.h"
+#include "parvl/sched/record.h"
+#include "parvl/sched/scheduler.h"
+
+namespace parvl {
+namespace {
+
+MediaKey key_of(uint8_t n) {
+  MediaKey key;
+  key.bytes[0] = n;
+  return key;
+}
+
+SchedRequest make_request(int64_t id, int64_t tokens, std::vector<MediaItem> media = {}, int priority = 0,
+                          TokenId first = 0) {
+  SchedRequest out;
+  out.id = RequestId{id};
+  out.priority = priority;
+  for (int64_t i = 0; i < tokens; ++i) out.prompt.push_back(first + static_cast<TokenId>(i));
+  out.media = std::move(media);
+  return out;
+}
+
+MediaItem image(uint8_t key, int64_t begin, int64_t length, int64_t bytes = 100) {
+  return {key_of(key), Modality::kImage, begin, length, /*cost=*/4 * length, bytes};
+}
+
+SchedulerConfig small_config() {
+  SchedulerConfig c;
+  c.block_size = 4;
+  c.num_blocks = 16;
+  c.max_model_len = 64;
+  c.max_batched_tokens = 16;
+  c.max_seqs = 4;
+  c.encode_budget = {64, 64, 64};
+  c.encoder_cache_bytes = 300;
+  return c;
+}
+
+// Gives every sampled position the token 7.
+void commit_sevens(Scheduler& scheduler, const SchedulerOutput& output) {
+  if (output.sequences.empty()) return;
+  StepTokens tokens{output.step, {}};
+  for (const SequenceWork& work : output.sequences) {
+    if (work.samples) tokens.tokens.push_back(7);
+  }
+  scheduler.commit(tokens);
+}
+
+TEST(Scheduler, CutsALongPromptAndLetsRunningSequencesGoFirst) {
+  Scheduler scheduler(small_config());
+  ASSERT_TRUE(scheduler.add(make_request(1, 3), 0).ok());
+  commit_sevens(scheduler, scheduler.schedule(0));
+  ASSERT_TRUE(scheduler.add(make_request(2, 40, {}, 0, 100), 1).ok());
+  const SchedulerOutput output = scheduler.schedule(1);
+  ASSERT_EQ(output.sequences.size(), 2u);
+  EXPECT_EQ(output.sequences[0].id.value, 1);
+  EXPECT_EQ(output.sequences[0].count, 1);
+  EXPECT_EQ(output.sequences[1].count, 15);  // what the budget of 16 leaves
+  EXPECT_FALSE(output.sequences[1].samples);
+  commit_sevens(scheduler, output);
+  const SchedulerOutput next = scheduler.schedule(2);
+  EXPECT_EQ(next.sequences[1].begin, 15);
+}
+
+TEST(Scheduler, ComputesTheTextBeforeAnImageWhileItIsEncoded) {
+  Scheduler scheduler(small_config());
+  ASSERT_TRUE(scheduler.add(make_request(1, 12, {image(1, 5, 4)}), 0).ok());
+  SchedulerOutput output = scheduler.schedule(0);
+  ASSERT_EQ(output.encodes.size(), 1u);
+  ASSERT_EQ(output.sequences.size(), 1u);
+  EXPECT_EQ(output.sequences[0].count, 5);
+  EXPECT_FALSE(output.sequences[0].samples);
+  commit_sevens(scheduler, output);
+  EXPECT_TRUE(scheduler.schedule(1).sequences.empty());  // nothing to do until the image is there
+  scheduler.commit_encode(output.encodes[0].slot, true);
+  const SchedulerOutput rest = scheduler.schedule(2);
+  ASSERT_EQ(rest.sequences.size(), 1u);
+  EXPECT_EQ(rest.sequences[0].begin, 5);
+  EXPECT_EQ(rest.sequences[0].count, 7);
+  EXPECT_TRUE(rest.sequences[0].samples);
+  ASSERT_EQ(rest.sequences[0].media.size(), 1u);
+  EXPECT_EQ(rest.sequences[0].media[0].slot, output.encodes[0].slot);
+}
+
+TEST(Scheduler, AChunkMayEndInsideAnImage) {
+  Scheduler scheduler(small_config());
+  ASSERT_TRUE(scheduler.add(make_request(1, 30, {image(1, 2, 25)}), 0).ok());
+  const SlotId slot = scheduler.schedule(0).encodes.at(0).slot;
+  scheduler.commit({StepId{1}, {}});
+  scheduler.commit_encode(slot, true);
+  const SchedulerOutput first = scheduler.schedule(1);
+  EXPECT_EQ(first.sequences[0].begin, 2);
+  EXPECT_EQ(first.sequences[0].count, 16);
+  commit_sevens(scheduler, first);
+  const SchedulerOutput second = scheduler.schedule(2);
+  EXPECT_EQ(second.sequences[0].count, 12);
+  EXPECT_EQ(second.sequences[0].media.size(), 1u);
+}
+
+TEST(Scheduler, FindsPrefixesOfEqualContentOnly) {
+  // 0: the same again; 1: another image; 2: another salt; 3: the same image, other text before it.
+  for (int variant = 0; variant < 4; ++variant) {
+    SCOPED_TRACE(variant);
+    Scheduler scheduler(small_config());
+    const auto run = [&](SchedRequest request) {
+      const RequestId id = request.id;
+      EXPECT_TRUE(scheduler.add(std::move(request), 0).ok());
+      int64_t begin = -1;
+      for (int i = 0; i < 4; ++i) {
+        const SchedulerOutput output = scheduler.schedule(0);
+        if (begin < 0 && !output.sequences.empty()) begin = output.sequences[0].begin;
+        commit_sevens(scheduler, output);
+        for (const EncodeWork& work : output.encodes) scheduler.commit_encode(work.slot, true);
+      }
+      scheduler.finish(id);
+      return begin;
+    };
+    EXPECT_EQ(run(make_request(1, 15, {image(1, 4, 8)})), 0);
+    SchedRequest second = make_request(2, 15, {image(variant == 1 ? 2 : 1, 4, 8)});
+    if (variant == 2) second.cache_salt = "another tenant";
+    if (variant == 3) second.prompt[0] = 99;
+    EXPECT_EQ(run(std::move(second)), variant == 0 ? 12 : variant == 1 ? 4 : 0);
+    scheduler.check_invariants();
+  }
+}
+
+TEST(Scheduler, RefusesWhatCanNeverRun) {
+  Scheduler scheduler(small_config());
+  EXPECT_EQ(scheduler.add(make_request(1, 64), 0).message(),
+            "the prompt has 64 tokens; the limit is 64 for prompt and answer together, so at most 63 may be prompt");
+  const absl::Status status = scheduler.add(make_request(2, 20, {image(1, 0, 4), image(2, 6, 4, 301)}), 0);
+  EXPECT_EQ(status.message(),
+            "media item 2 needs 301 bytes of encoder output, more than the 300 of the encoder cache; send it smaller");
+  EXPECT_TRUE(scheduler.idle());
+}
+
+TEST(Scheduler, PreemptsTheLastAndComputesItAgainFromItsTokens) {
+  SchedulerConfig config = small_config();
+  config.num_blocks = 16;
+  config.prefix_caching = false;
+  Scheduler scheduler(config);
+  ASSERT_TRUE(scheduler.add(make_request(1, 30), 0).ok());
+  ASSERT_TRUE(scheduler.add(make_request(2, 20), 1).ok());
+  std::map<int64_t, int64_t> out;
+  bool preempted = false;
+  for (int step = 0; step < 200 && !scheduler.idle(); ++step) {
+    const SchedulerOutput output = scheduler.schedule(2);
+    for (const RequestId id : output.preempted) {
+      preempted = true;
+      EXPECT_EQ(id.value, 2);
+    }
+    StepTokens tokens{output.step, {}};
+    for (const SequenceWork& work : output.sequences) {
+      if (!work.samples) continue;
+      tokens.tokens.push_back(7);
+      ++out[work.id.value];
+    }
+    scheduler.commit(tokens);
+    scheduler.check_invariants();
+    for (const int64_t id : {1, 2}) {
+      if (out[id] == 25) scheduler.finish(RequestId{id});
+    }
+  }
+  EXPECT_TRUE(preempted);
+  EXPECT_TRUE(scheduler.idle());
+  EXPECT_EQ(out[1], 25);
+  EXPECT_EQ(out[2], 25);  // none was sampled twice
+}
+
+TEST(Scheduler, APriorityGoesFirstButNobodyWaitsForEver) {
+  SchedulerConfig config = small_config();
+  config.max_seqs = 1;
+  config.starvation_s = 5;
+  Scheduler scheduler(config);
+  ASSERT_TRUE(scheduler.add(make_request(1, 3, {}, /*priority=*/1), 0).ok());
+  ASSERT_TRUE(scheduler.add(make_request(2, 3, {}, /*priority=*/0), 1).ok());
+  SchedulerOutput output = scheduler.schedule(1);
+  EXPECT_EQ(output.sequences.at(0).id.value, 2);
+  commit_sevens(scheduler, output);
+  scheduler.finish(RequestId{2});
+  ASSERT_TRUE(scheduler.add(make_request(3, 3, {}, /*priority=*/0), 6).ok());
+  output = scheduler.schedule(6);  // request 1 has waited 6 s
+  EXPECT_EQ(output.sequences.at(0).id.value, 1);
+  commit_sevens(scheduler, output);
+  output = scheduler.schedule(7);  // and request 3 does not take its place
+  EXPECT_EQ(output.sequences.at(0).id.value, 1);
+}
+
+TEST(Scheduler, AFailedEncodingEndsThoseThatNeedItAndNobodyElse) {
+  Scheduler scheduler(small_config());
+  ASSERT_TRUE(scheduler.add(make_request(1, 8, {image(1, 2, 4)}), 0).ok());
+  ASSERT_TRUE(scheduler.add(make_request(2, 8, {image(2, 2, 4)}), 0).ok());
+  ASSERT_TRUE(scheduler.add(make_request(3, 8, {image(1, 3, 4)}), 0).ok());
+  const SchedulerOutput output = scheduler.schedule(0);
+  ASSERT_EQ(output.encodes.size(), 2u);  // equal images are encoded once
+  const std::vector<RequestId> lost = scheduler.commit_encode(output.encodes[0].slot, false);
+  EXPECT_EQ(lost, (std::vector<RequestId>{RequestId{1}, RequestId{3}}));
+  commit_sevens(scheduler, output);  // their steps were in flight
+  scheduler.check_invariants();
+  EXPECT_EQ(scheduler.stats().running, 1);
+}
+
+// A random load: requests that share prefixes and images, cancels, failures, late encoders. Every request ends once,
+// every token that is sampled follows the whole prompt, and nothing is held in the end.
+void run_random_load(uint64_t seed) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  Rng rng(seed);
+  const auto below = [&](int64_t n) { return static_cast<int64_t>(rng.below(static_cast<uint64_t>(n))); };
+  SchedulerConfig config;
+  config.block_size = 1 + below(6);
+  config.max_model_len = 24 + below(60);
+  config.num_blocks = (config.max_model_len + config.block_size - 1) / config.block_size + below(40);
+  config.max_seqs = 1 + below(6);
+  config.max_batched_tokens = config.max_seqs + below(40);
+  config.encode_budget = {1 + below(100), 1, 1};
+  config.encoder_cache_bytes = 100 + below(300);
+  config.prefix_caching = below(3) > 0;
+  config.starvation_s = static_cast<double>(1 + below(30));
+  std::string record;
+  RecordedScheduler scheduler(config, [&](std::string_view line) { record += line; });
+  struct Wish {
+    int64_t prompt = 0, output = 0, got = 0;
+    int64_t computed = 0;
+    bool ended = false;
+  };
+  std::map<int64_t, Wish> wishes;
+  std::vector<SlotId> encoding;
+  std::map<int64_t, bool> slot_ready;
+  const int64_t requests = 1 + below(30);
+  double now = 0;
+  int64_t added = 0;
+  const auto end = [&](RequestId id) {
+    EXPECT_FALSE(wishes.at(id.value).ended);
+    wishes.at(id.value).ended = true;
+  };
+  int64_t idle_steps = 0;
+  for (int64_t step = 0; added < requests || !scheduler.scheduler().idle(); ++step) {
+    ASSERT_LT(idle_steps, 200) << "no progress";
+    now += rng.uniform();
+    while (added < requests && below(3) == 0) {
+      Wish wish;
+      wish.prompt = 1 + below(config.max_model_len - 1);
+      wish.output = 1 + below(config.max_model_len - wish.prompt);
+      SchedRequest request = make_request(added, wish.prompt, {}, static_cast<int>(below(3)));
+      if (below(3) == 0)
+        request.prompt[static_cast<size_t>(below(wish.prompt))] = 1000 + static_cast<TokenId>(below(3));
+      for (int64_t at = below(6); at < wish.prompt && below(4) > 0;) {
+        const int64_t length = std::min<int64_t>(1 + below(8), wish.prompt - at);
+        request.media.push_back(image(static_cast<uint8_t>(below(5)), at, length, 1 + below(100)));
+        at += length + below(5);
+      }
+      // An image's key decides its bytes.
+      for (MediaItem& item : request.media) item.bytes = 20 + 15 * item.key.bytes[0];
+      ASSERT_TRUE(scheduler.add(std::move(request), now).ok());
+      wishes[added++] = wish;
+    }
+    if (below(10) == 0 && added > 0) {
+      const RequestId id{below(added)};
+      if (!wishes[id.value].ended) end(id);
+      scheduler.finish(id);
+    }
+    const SchedulerOutput output = scheduler.schedule(now);
+    int64_t tokens = 0;
+    for (const SequenceWork& work : output.sequences) {
+      tokens += work.count;
+      const Wish& wish = wishes.at(work.id.value);
+      EXPECT_FALSE(wish.ended);
+      EXPECT_GE(static_cast<int64_t>(work.blocks.size()) * config.block_size, work.begin + work.count);
+      EXPECT_EQ(work.samples, work.begin + work.count == wish.prompt + wish.got);
+      for (const MediaUse& use : work.media) EXPECT_TRUE(slot_ready[use.slot.value]);
+    }
+    EXPECT_LE(tokens, config.max_batched_tokens);
+    for (const EncodeWork& work : output.encodes) {
+      encoding.push_back(work.slot);
+      slot_ready[work.slot.value] = false;
+    }
+    for (const SlotId slot : output.evicted) slot_ready[slot.value] = false;
+    idle_steps = output.sequences.empty() && output.encodes.empty() && encoding.empty() && added == requests
+                     ? idle_steps + 1
+                     : 0;
+    if (below(10) == 0 && added > 0) {  // a cancel while the step is in flight
+      const RequestId id{below(added)};
+      if (!wishes[id.value].ended) end(id);
+      scheduler.finish(id);
+    }
+    if (!output.sequences.empty() && below(40) == 0) {
+      for (const RequestId id : scheduler.commit_failed(output.step)) {
+        if (!wishes[id.value].ended) end(id);
+      }
+    } else if (!output.sequences.empty()) {
+      StepTokens step_tokens{output.step, {}};
+      std::vector<RequestId> done;
+      for (const SequenceWork& work : output.sequences) {
+        if (!work.samples) continue;
+        step_tokens.tokens.push_back(static_cast<TokenId>(below(3)));
+        Wish& wish = wishes.at(work.id.value);
+        if (++wish.got == wish.output) done.push_back(work.id);
+      }
+      scheduler.commit(step_tokens);
+      for (const RequestId id : done) {
+        if (wishes.at(id.value).ended) continue;
+        end(id);
+        scheduler.finish(id);
+      }
+    }
+    while (!encoding.empty() && below(2) == 0) {
+      const SlotId slot = encoding.front();
+      encoding.erase(encoding.begin());
+      const bool ok = below(20) > 0;
+      slot_ready[slot.value] = ok;
+      for (const RequestId id : scheduler.commit_encode(slot, ok)) {
+        if (!wishes[id.value].ended) end(id);
+      }
+    }
+    scheduler.scheduler().check_invariants();
+  }
+  for (const auto& [id, wish] : wishes) EXPECT_TRUE(wish.ended) << "request " << id;
+  const SchedulerStats stats = scheduler.scheduler().stats();
+  EXPECT_EQ(stats.blocks_used, 0);
+  EXPECT_LE(stats.prefix_hits, stats.prefix_queries);
+  const auto report = replay(record);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->differing_line, 0) << report->recorded << "\n" << report->replayed;
+  EXPECT_GT(report->decisions, 0);
+}
+
+TEST(Scheduler, SurvivesRandomLoads) {
+  for (uint64_t seed = 1; seed <= 500 && !HasFailure(); ++seed) run_random_load(seed);
+}
+
+TEST(Replay, NamesTheDecisionThatDiffersAndTheLineThatMakesNoSense) {
+  std::string record;
+  RecordedScheduler scheduler(small_config(), [&](std::string_view line) { record += line; });
+  ASSERT_TRUE(scheduler.add(make_request(1, 5), 0).ok());
+  scheduler.schedule(0);
+  ASSERT_EQ(replay(record)->differing_line, 0);
+  std::string other = record;
+  other.replace(other.find("\"count\":5"), 9, "\"count\":4");
+  const auto report = replay(other);
+  ASSERT_TRUE(report.ok());
+  EXPECT_EQ(report->differing_line, 4);
+  EXPECT_NE(report->recorded, report->replayed);
+  EXPECT_EQ(replay("").status().message(), "the record is empty");
+  EXPECT_TRUE(absl::StartsWith(replay(record + "{\"event\":\"dance\"}\n").status().message(), "line 5: "));
+  EXPECT_TRUE(absl::StartsWith(replay("{}\n").status().message(), "line 1: "));
+}
+
+}  // namespace
+}  // namespace parvl
