@@ -229,10 +229,11 @@ void add_eval_command(CLI::App& app, Context& context) {
   named(command->add_option("--model", flags->model, "Model directory"))->required();
   named(command->add_option("--data", flags->data, "easy-vqa:test, or FILE.jsonl as for training"))->required();
   command->add_option("--limit", flags->limit, "Only the first N samples (default: all)");
-  command->add_option("--device", flags->generator.device, "auto, cpu or cuda")
+  command->add_option("--device", flags->generator.load.device, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
   command
-      ->add_option("--dtype", flags->generator.dtype, "auto (the directory's), float32, bfloat16, float16 or float64")
+      ->add_option("--dtype", flags->generator.load.dtype,
+                   "auto (the directory's), float32, bfloat16, float16 or float64")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
   command->add_flag("--json", flags->json, "One JSON object: accuracy, accuracy_not_yes_no, n, n_not_yes_no");
   flags->generator.clock = &context.clock;

@@ -181,12 +181,13 @@ void add_generate_command(CLI::App& app, Context& context) {
   command->add_option("--video", flags->video, "Not available yet")->allow_extra_args(false);
   add_sampling_options(*command, *flags);
   command->add_flag("--raw", flags->raw, "The prompt as it is, without the chat template");
-  command->add_option("--device", flags->generator.device, "auto, cpu or cuda")
+  command->add_option("--device", flags->generator.load.device, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
   command
-      ->add_option("--dtype", flags->generator.dtype, "auto (the directory's), float32, bfloat16, float16 or float64")
+      ->add_option("--dtype", flags->generator.load.dtype,
+                   "auto (the directory's), float32, bfloat16, float16 or float64")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
-  command->add_option("--max-model-len", flags->generator.max_model_len,
+  command->add_option("--max-model-len", flags->generator.load.max_model_len,
                       "Context in tokens; 0, the default: the model's");
   command->add_flag("--json", flags->json, "One JSON object: text, token_ids, prompt_tokens, logprobs, finish_reason");
   flags->generator.clock = &context.clock;

@@ -34,7 +34,6 @@ constexpr UnavailableCommand kUnavailable[] = {
     {"simulate", "Runs a trace through the scheduler without devices"},
     {"bench", "Sends a trace to a server and reports its latency"},
     {"ctl", "Operates a running server"},
-    {"replay", "Checks a recorded run's decisions"},
     {"doctor", "Checks this machine"},
 };
 

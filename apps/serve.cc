@@ -11,7 +11,7 @@
 #include "parvl/base/json.h"
 #include "parvl/base/signal.h"
 #include "parvl/base/text.h"
-#include "parvl/exec/generator.h"
+#include "parvl/exec/engine_load.h"
 #include "parvl/serve/server.h"
 
 namespace parvl {
@@ -19,7 +19,7 @@ namespace {
 
 struct ServeFlags {
   ServeOptions serve;
-  GeneratorOptions generator;
+  EngineOptions engine;
   double shutdown_timeout_s = 30;
   std::string limit_mm_per_prompt;
   int64_t tensor_parallel_size = 1;
@@ -89,7 +89,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   flags.serve.stop_descriptor = signal.descriptor();
 
   PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
-  const auto load = [&flags] { return Generator::load(flags.serve.model_dir, flags.generator); };
+  const auto load = [&] { return load_engine(flags.serve.model_dir, flags.engine, context.clock); };
   const absl::Status status = server->run(load, [&server] {
     std::printf("parvl ready %s\n", server->url().c_str());
     std::fflush(stdout);
@@ -102,14 +102,14 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
 }
 
 void add_unavailable_options(CLI::App& command, ServeFlags& flags) {
-  for (const char* name : {"--config", "--device-map", "--max-num-seqs", "--max-num-batched-tokens",
-                           "--gpu-memory-utilization", "--allowed-media-domains", "--allowed-private-media-hosts"}) {
+  for (const char* name : {"--config", "--device-map", "--gpu-memory-utilization", "--allowed-media-domains",
+                           "--allowed-private-media-hosts"}) {
     CLI::Option* option = command.add_option(name, flags.unavailable_value, "Not available yet")
                               ->expected(0, 1)
                               ->group("Not available yet");
     flags.unavailable.emplace_back(name, option);
   }
-  for (const char* name : {"--enable-prefix-caching", "--print-config"}) {
+  for (const char* name : {"--print-config"}) {
     CLI::Option* option = command.add_flag(name)->description("Not available yet")->group("Not available yet");
     flags.unavailable.emplace_back(name, option);
   }
@@ -126,12 +126,24 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--port", serve.port, "Port to listen on; 0: any free one")->capture_default_str();
   command->add_option("--served-model-name", serve.served_names, "Names that requests may use (default: --model)");
   command
-      ->add_option("--dtype", flags->generator.dtype, "auto (the directory's), float32, bfloat16, float16 or float64")
+      ->add_option("--dtype", flags->engine.load.dtype, "auto (the directory's), float32, bfloat16, float16 or float64")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16", "float64"}));
-  command->add_option("--device", flags->generator.device, "auto, cpu or cuda")
+  command->add_option("--device", flags->engine.load.device, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
-  command->add_option("--max-model-len", flags->generator.max_model_len,
+  command->add_option("--max-model-len", flags->engine.load.max_model_len,
                       "Context in tokens; 0, the default: the model's");
+  EngineOptions& engine = flags->engine;
+  command->add_option("--max-num-seqs", engine.max_seqs, "Requests that run at once")->capture_default_str();
+  command->add_option("--max-num-batched-tokens", engine.max_batched_tokens, "Tokens a step; longer prompts are cut")
+      ->capture_default_str();
+  command->add_option("--kv-cache-memory-bytes", engine.kv_cache_bytes,
+                      "Memory for keys and values; 0, the default: a quarter of what is free, at most 8 GiB");
+  command->add_option("--encoder-cache-bytes", engine.encoder_cache_bytes, "Memory for encoded images")
+      ->capture_default_str();
+  command->add_flag("--enable-prefix-caching,!--no-enable-prefix-caching", engine.prefix_caching,
+                    "Keep the keys and values of prompts for requests that begin alike (default: on)");
+  command->add_option("--record", engine.record_path,
+                      "File to write every scheduling event and decision to, for `parvl replay`; it holds token ids");
   command->add_option("--max-queue", serve.max_queue, "Requests that may wait; more get 429")->capture_default_str();
   command->add_option("--api-key", serve.api_keys, "Keys, one of which every request but the probes must carry");
   command
@@ -147,7 +159,6 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--tensor-parallel-size", flags->tensor_parallel_size, "Also -tp; only 1 is available yet");
   command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
   add_unavailable_options(*command, *flags);
-  flags->generator.clock = &context.clock;
   run_with(*command, context, [flags, &context] { return run_serve(*flags, context); });
 }
 

@@ -140,11 +140,15 @@ void MappedFile::drop(size_t offset, size_t bytes) const {
 
 MappedFile::~MappedFile() { ::munmap(const_cast<char*>(data_), size_); }
 
+std::array<uint8_t, 32> sha256(std::string_view bytes) {
+  std::array<uint8_t, 32> digest{};
+  EVP_Digest(bytes.data(), bytes.size(), digest.data(), nullptr, EVP_sha256(), nullptr);
+  return digest;
+}
+
 std::string sha256_hex(std::string_view bytes) {
-  unsigned char digest[EVP_MAX_MD_SIZE];
-  unsigned int length = 0;
-  EVP_Digest(bytes.data(), bytes.size(), digest, &length, EVP_sha256(), nullptr);
-  return hex(digest, length);
+  const auto digest = sha256(bytes);
+  return hex(digest.data(), digest.size());
 }
 
 absl::StatusOr<std::string> sha256_file(const std::string& path) {

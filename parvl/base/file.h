@@ -1,7 +1,9 @@
 // Files: bounded reads, read-only maps, SHA-256, and writes that are either whole or not there.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -53,6 +55,7 @@ class MappedFile {
 };
 
 std::string sha256_hex(std::string_view bytes);
+std::array<uint8_t, 32> sha256(std::string_view bytes);
 // Of a whole file, read in pieces.
 absl::StatusOr<std::string> sha256_file(const std::string& path);
 

@@ -18,6 +18,18 @@ int64_t resident_bytes() {
   return fields == 2 ? static_cast<int64_t>(resident) * sysconf(_SC_PAGESIZE) : 0;
 }
 
+int64_t available_bytes() {
+  std::FILE* file = std::fopen("/proc/meminfo", "r");
+  if (file == nullptr) return 0;
+  long long kilobytes = 0;
+  char line[256];
+  while (std::fgets(line, sizeof line, file) != nullptr &&
+         std::sscanf(line, "MemAvailable: %lld kB", &kilobytes) != 1) {
+  }
+  std::fclose(file);
+  return static_cast<int64_t>(kilobytes) * 1024;
+}
+
 int64_t peak_resident_bytes() {
   rusage usage{};
   return getrusage(RUSAGE_SELF, &usage) == 0 ? static_cast<int64_t>(usage.ru_maxrss) * 1024 : 0;

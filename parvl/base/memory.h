@@ -1,4 +1,4 @@
-// This process's memory.
+// Memory of this process and this machine.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 namespace parvl {
 
 int64_t resident_bytes();       // now; 0 where the system does not say
+int64_t available_bytes();      // what the machine could still give to programs
 int64_t peak_resident_bytes();  // the most since the process started
 
 // Memory for a program that computes; call once, first thing in main. Freed blocks of up to 32 MiB stay with the

@@ -1,4 +1,4 @@
-// One request after another: prompt in, tokens out. The engine with continuous batching takes this place later.
+// One request after another: prompt in, tokens out. The plain way, which the engine is compared with.
 #pragma once
 
 #include <cstdint>
@@ -9,35 +9,15 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/base/status.h"
-#include "parvl/exec/sampling.h"
+#include "parvl/exec/generation.h"
+#include "parvl/exec/load_options.h"
 #include "parvl/media/prompt.h"
 
 namespace parvl {
 
 struct GeneratorOptions {
-  std::string device = "auto";   // auto | cpu | cuda
-  std::string dtype = "auto";    // auto (the directory's) | float32 | bfloat16 | float16 | float64
-  int64_t max_model_len = 0;     // 0: the model's
+  LoadOptions load;
   const Clock* clock = nullptr;  // of the times in GenerateResult, which stay 0 without one; must outlive the generator
-};
-
-struct TokenEvent {
-  TokenId token_id = 0;
-  std::string
-      text;  // what may be shown now: whole UTF-8 characters, nothing of a stop string or its possible beginning
-  TokenLogprob logprob;  // filled when asked for
-  FinishReason finish = FinishReason::kNone;
-};
-
-struct GenerateResult {
-  std::vector<TokenId> token_ids;  // the end token included when it ended the text
-  std::string text;
-  std::vector<TokenLogprob> logprobs;
-  FinishReason finish = FinishReason::kNone;
-  int64_t prompt_tokens = 0;
-  double ttft_ms = 0;    // from the call to the first token
-  double tpot_ms = 0;    // mean time a token after the first; 0 with fewer than two tokens
-  double encode_ms = 0;  // vision encoder and projector
 };
 
 // A loaded model directory. Not thread-safe: one caller at a time.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "parvl/base/check.h"
 #include "parvl/kernels/paged_attention.h"
@@ -11,38 +12,47 @@
 namespace parvl {
 namespace {
 
-at::Tensor to_device(const std::vector<int64_t>& values, at::Device device) {
-  return at::tensor(values, at::kLong).to(device);
+using kernels::BFloat16;
+
+// Calls f with a value of the kernels' type for a tensor's dtype; false for one that they do not have.
+template <typename F>
+bool with_kernel_type(at::ScalarType type, F f) {
+  switch (type) {
+    case at::kFloat:
+      f(float{});
+      return true;
+    case at::kDouble:
+      f(double{});
+      return true;
+    case at::kBFloat16:
+      f(BFloat16{});
+      return true;
+    default:
+      return false;
+  }
 }
 
 template <typename T>
-void decode_heads(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                  const std::vector<int32_t>& table, int64_t length, const at::Tensor& out) {
-  kernels::Pages<T> pages;
-  pages.keys = static_cast<const T*>(keys.data_ptr());
-  pages.values = static_cast<const T*>(values.data_ptr());
-  pages.block_table = table.data();
-  pages.block_size = KvPages::kBlockSize;
-  pages.kv_heads = keys.size(1);
-  pages.dim = keys.size(3);
-  pages.length = length;
-  const int64_t heads = q.size(1), grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, length * pages.dim));
-  at::parallel_for(0, heads, grain, [&](int64_t begin, int64_t end) {
-    kernels::paged_attention_decode<T>(static_cast<const T*>(q.data_ptr()), pages, static_cast<T*>(out.data_ptr()),
-                                       heads, begin, end);
-  });
+T* data(const at::Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+
+bool has_kernel(const at::Tensor& x_TND) {
+  return !x_TND.is_cuda() && x_TND.scalar_type() != at::kHalf && x_TND.size(2) <= kernels::kPagedMaxDim;
 }
 
 }  // namespace
 
-KvPages::KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device)
-    : spec_(spec), options_(at::TensorOptions().dtype(type).device(device)) {}
+KvPages::KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size)
+    : spec_(spec), options_(at::TensorOptions().dtype(type).device(device)), block_size_(block_size) {
+  PARVL_CHECK(block_size >= 1 && block_size <= kernels::kPagedMaxBlock, "a KV block size that the kernel cannot take");
+}
 
 void KvPages::reserve(int64_t blocks) {
   if (blocks <= blocks_) return;
   blocks = std::max(blocks, 2 * blocks_);
   const auto grow = [&](std::vector<at::Tensor>& tensors, size_t layer) {
-    at::Tensor bigger = at::empty({blocks, spec_.kv_heads, kBlockSize, spec_.head_dim}, options_);
+    at::Tensor bigger = at::empty({blocks, spec_.kv_heads, block_size_, spec_.head_dim}, options_);
     if (blocks_ > 0) bigger.narrow(0, 0, blocks_).copy_(tensors[layer]);
     tensors[layer] = bigger;
   };
@@ -55,74 +65,116 @@ void KvPages::reserve(int64_t blocks) {
   blocks_ = blocks;
 }
 
-void CachedAttention::begin(int64_t tokens) {
-  pending_ = tokens;
-  const int64_t end = length_ + tokens, size = KvPages::kBlockSize;
-  pages_.reserve((end + size - 1) / size);
-  // One sequence owns all pages for now, so its logical blocks are the physical ones.
-  while (static_cast<int64_t>(block_table_.size()) * size < end)
-    block_table_.push_back(static_cast<int32_t>(block_table_.size()));
-  std::vector<int64_t> blocks, offsets;
-  for (int64_t position = length_; position < end; ++position) {
-    blocks.push_back(block_table_[static_cast<size_t>(position / size)]);
-    offsets.push_back(position % size);
+void PagedAttention::begin(std::vector<PagedSequence> sequences) {
+  sequences_ = std::move(sequences);
+  rows_ = {0};
+  decoding_.clear();
+  places_.clear();
+  const int64_t size = pages_.block_size();
+  for (size_t i = 0; i < sequences_.size(); ++i) {
+    const PagedSequence& s = sequences_[i];
+    PARVL_CHECK(s.count > 0 && s.begin + s.count <= static_cast<int64_t>(s.blocks.size()) * size,
+                "a sequence has too few blocks");
+    for (int64_t position = s.begin; position < s.begin + s.count; ++position) {
+      places_.push_back(static_cast<int32_t>(s.blocks[static_cast<size_t>(position / size)] * size + position % size));
+    }
+    rows_.push_back(rows_.back() + s.count);
+    if (s.count == 1 && s.begin > 0) decoding_.push_back(i);
   }
   const at::Device device = pages_.keys(0).device();
-  write_blocks_ = to_device(blocks, device);
-  write_offsets_ = to_device(offsets, device);
-  layout_ = SeqLayout({tokens}, device);
-  block_table_tensor_ = to_device(std::vector<int64_t>(block_table_.begin(), block_table_.end()), device);
+  if (!device.is_cuda()) return;
+  const at::Tensor places = at::tensor(std::vector<int64_t>(places_.begin(), places_.end()), at::kLong).to(device);
+  write_blocks_ = places.floor_divide(size);
+  write_offsets_ = places.remainder(size);
 }
 
-void CachedAttention::write(int64_t layer, const at::Tensor& k_TKD, const at::Tensor& v_TKD) {
-  using at::indexing::Slice;
-  const at::indexing::TensorIndex where[] = {write_blocks_, Slice(), write_offsets_};
+void PagedAttention::write(int64_t layer, const at::Tensor& k_TKD, const at::Tensor& v_TKD) const {
   at::Tensor keys = pages_.keys(layer), values = pages_.values(layer);
-  keys.index_put_(where, k_TKD);
-  values.index_put_(where, v_TKD);
+  if (keys.is_cuda()) {
+    using at::indexing::Slice;
+    const at::indexing::TensorIndex where[] = {write_blocks_, Slice(), write_offsets_};
+    keys.index_put_(where, k_TKD);
+    values.index_put_(where, v_TKD);
+    return;
+  }
+  const int64_t size = pages_.block_size(), heads = keys.size(1);
+  const int64_t bytes = keys.size(3) * static_cast<int64_t>(keys.element_size());
+  const at::Tensor k = k_TKD.contiguous(), v = v_TKD.contiguous();
+  for (const auto& [rows, pages] : {std::pair{&k, &keys}, std::pair{&v, &values}}) {
+    kernels::write_pages(static_cast<const char*>(rows->data_ptr()), static_cast<char*>(pages->data_ptr()),
+                         places_.data(), static_cast<int64_t>(places_.size()), {size, heads, bytes});
+  }
 }
 
-at::Tensor CachedAttention::attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD,
-                                   const at::Tensor& v_TKD) {
-  PARVL_CHECK(q_TND.size(0) == pending_, "the cache was prepared for another number of tokens");
+at::Tensor PagedAttention::attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD,
+                                  const at::Tensor& v_TKD) {
+  PARVL_CHECK(q_TND.size(0) == rows_.back(), "the cache was prepared for another number of tokens");
   write(layer, k_TKD, v_TKD);
-  if (length_ == 0) return packed_attention(q_TND, k_TKD, v_TKD, layout_, /*causal=*/true);
-  const bool kernel = !q_TND.is_cuda() && q_TND.scalar_type() != at::kHalf && q_TND.size(2) <= kernels::kPagedMaxDim;
-  if (pending_ == 1 && kernel) return decode_on_cpu(layer, q_TND.contiguous());
-  return attend_gathered(layer, q_TND);
-}
-
-at::Tensor CachedAttention::decode_on_cpu(int64_t layer, const at::Tensor& q_1ND) const {
-  const at::Tensor out = at::empty_like(q_1ND);
-  const at::Tensor &keys = pages_.keys(layer), &values = pages_.values(layer);
-  const int64_t length = length_ + pending_;
-  if (q_1ND.scalar_type() == at::kFloat) {
-    decode_heads<float>(q_1ND, keys, values, block_table_, length, out);
-  } else if (q_1ND.scalar_type() == at::kDouble) {
-    decode_heads<double>(q_1ND, keys, values, block_table_, length, out);
-  } else {
-    decode_heads<kernels::BFloat16>(q_1ND, keys, values, block_table_, length, out);
+  const at::Tensor q = q_TND.contiguous();
+  const bool kernel = has_kernel(q);
+  if (sequences_.size() == 1 && sequences_[0].begin == 0) {
+    return packed_attention(q, k_TKD, v_TKD, SeqLayout({sequences_[0].count}, q.device()), /*causal=*/true);
+  }
+  const at::Tensor out = at::empty_like(q);
+  if (kernel && !decoding_.empty()) {
+    const at::Tensor &keys = pages_.keys(layer), &values = pages_.values(layer);
+    with_kernel_type(q.scalar_type(), [&]<typename T>(T) {
+      const int64_t heads = q.size(1), dim = q.size(2), all = heads * static_cast<int64_t>(decoding_.size());
+      at::parallel_for(0, all, 1, [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+          const size_t index = decoding_[static_cast<size_t>(begin / heads)];
+          const PagedSequence& s = sequences_[index];
+          const int64_t first = begin % heads, last = std::min(heads, first + end - begin);
+          kernels::Pages<T> pages{data<const T>(keys), data<const T>(values), s.blocks.data(),
+                                  pages_.block_size(), keys.size(1),          dim,
+                                  s.begin + s.count};
+          const int64_t row = rows_[index] * heads * dim;
+          kernels::paged_attention_decode<T>(data<const T>(q) + row, pages, data<T>(out) + row, heads, first, last);
+          begin += last - first;
+        }
+      });
+    });
+  }
+  for (size_t i = 0; i < sequences_.size(); ++i) {
+    const PagedSequence& s = sequences_[i];
+    if (kernel && s.count == 1 && s.begin > 0) continue;
+    const auto part = [&](const at::Tensor& x) { return x.narrow(0, rows_[i], s.count); };
+    part(out).copy_(s.begin == 0 ? packed_attention(part(q), part(k_TKD), part(v_TKD), SeqLayout({s.count}, q.device()),
+                                                    /*causal=*/true)
+                                 : attend_gathered(layer, s, part(q)));
   }
   return out;
 }
 
-at::Tensor CachedAttention::attend_gathered(int64_t layer, const at::Tensor& q_TND) const {
-  const int64_t total = length_ + pending_, heads = q_TND.size(1);
-  // [blocks, K, size, D] → [N, total, D]
+at::Tensor PagedAttention::attend_gathered(int64_t layer, const PagedSequence& s, const at::Tensor& q_TND) const {
+  const int64_t total = s.begin + s.count, heads = q_TND.size(1), size = pages_.block_size();
+  const auto options = at::TensorOptions().dtype(at::kLong).device(q_TND.device());
+  const at::Tensor table =
+      at::tensor(std::vector<int64_t>(s.blocks.begin(), s.blocks.begin() + (total + size - 1) / size), at::kLong)
+          .to(q_TND.device());
+  // [blocks, K, size, D] → [1, N, total, D]
   const auto gather = [&](const at::Tensor& pages) {
-    const at::Tensor rows = pages.index_select(0, block_table_tensor_).transpose(0, 1);
+    const at::Tensor rows = pages.index_select(0, table).transpose(0, 1);
     const at::Tensor flat = rows.reshape({rows.size(0), -1, rows.size(3)}).narrow(1, 0, total);
     return flat.repeat_interleave(heads / flat.size(0), 0).unsqueeze(0);
   };
   at::Tensor mask;  // query i sees keys up to its own position
-  if (pending_ > 1) {
-    const auto options = block_table_tensor_.options();
-    mask = at::arange(total, options).unsqueeze(0).le(at::arange(length_, total, options).unsqueeze(1));
+  if (s.count > 1) {
+    mask = at::arange(total, options).unsqueeze(0).le(at::arange(s.begin, total, options).unsqueeze(1));
   }
   const at::Tensor out = at::scaled_dot_product_attention(
       q_TND.transpose(0, 1).unsqueeze(0), gather(pages_.keys(layer)), gather(pages_.values(layer)),
       mask.defined() ? std::optional<at::Tensor>(mask) : std::nullopt);
-  return out.squeeze(0).transpose(0, 1).contiguous();
+  return out.squeeze(0).transpose(0, 1);
+}
+
+void CachedAttention::begin(int64_t tokens) {
+  pending_ = tokens;
+  const int64_t blocks = (length_ + tokens + pages_.block_size() - 1) / pages_.block_size();
+  pages_.reserve(blocks);
+  std::vector<int32_t> table(static_cast<size_t>(blocks));
+  std::iota(table.begin(), table.end(), 0);  // its logical blocks are the physical ones
+  attention_.begin({{std::move(table), length_, tokens}});
 }
 
 }  // namespace parvl

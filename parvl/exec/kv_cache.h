@@ -1,5 +1,4 @@
-// Keys and values of one sequence in pages, ready to be shared by many sequences later: head-major blocks and a block
-// table.
+// Keys and values in pages that many sequences share, and attention over them.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,29 +11,62 @@
 
 namespace parvl {
 
-// The pages of all layers. Per layer, keys and values are [blocks, kv_heads, block_size, head_dim]. Not thread-safe.
+// The pages of all layers. Per layer, keys and values are [blocks, kv_heads, block_size, head_dim] (head-major). Not
+// thread-safe.
 class KvPages {
  public:
   static constexpr int64_t kBlockSize = 16;
-  KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device);
+  KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size = kBlockSize);
 
-  // At least this many blocks; what is in them is kept. Growth doubles, so its cost is spread.
+  // At least this many blocks; what is in them is kept. Growth doubles, so its cost is spread. On the CPU the system
+  // gives a block's memory when it is first written.
   void reserve(int64_t blocks);
   int64_t blocks() const { return blocks_; }
+  int64_t block_size() const { return block_size_; }
   const at::Tensor& keys(int64_t layer) const { return keys_[static_cast<size_t>(layer)]; }
   const at::Tensor& values(int64_t layer) const { return values_[static_cast<size_t>(layer)]; }
 
  private:
   BackboneSpec spec_;
   at::TensorOptions options_;
+  int64_t block_size_;
   int64_t blocks_ = 0;
   std::vector<at::Tensor> keys_, values_;
 };
 
-// A sequence's view of the pages, and the attention over it.
+// One sequence in a forward: its `count` new tokens follow `begin` that are in its blocks already.
+struct PagedSequence {
+  std::vector<int32_t> blocks;  // enough for begin + count tokens
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+// The attention of a forward over several sequences, packed one after another. A sequence's result does not depend on
+// which others are there.
+class PagedAttention : public AttentionBackend {
+ public:
+  explicit PagedAttention(KvPages& pages) : pages_(pages) {}
+
+  // The sequences of the coming forward; every layer's attend writes their new keys and values into the pages.
+  void begin(std::vector<PagedSequence> sequences);
+  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) override;
+
+ private:
+  void write(int64_t layer, const at::Tensor& k_TKD, const at::Tensor& v_TKD) const;
+  at::Tensor attend_gathered(int64_t layer, const PagedSequence& sequence, const at::Tensor& q_TND) const;
+
+  KvPages& pages_;
+  std::vector<PagedSequence> sequences_;
+  std::vector<int64_t> rows_;                // the first row of each sequence, and the number of rows
+  std::vector<size_t> decoding_;             // those with one new token and something before it
+  std::vector<int32_t> places_;              // per row: block · block_size + offset
+  at::Tensor write_blocks_, write_offsets_;  // the same on a GPU, int64 [T]
+};
+
+// The attention of one sequence that owns all pages.
 class CachedAttention : public AttentionBackend {
  public:
-  explicit CachedAttention(KvPages& pages) : pages_(pages) {}
+  explicit CachedAttention(KvPages& pages) : pages_(pages), attention_(pages) {}
 
   // Makes room for the next `tokens` tokens; every layer's attend of the coming forward appends that many.
   void begin(int64_t tokens);
@@ -42,18 +74,13 @@ class CachedAttention : public AttentionBackend {
   void commit() { length_ += pending_; }
   int64_t length() const { return length_; }
 
-  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) override;
+  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) override {
+    return attention_.attend(layer, q_TND, k_TKD, v_TKD);
+  }
 
  private:
-  void write(int64_t layer, const at::Tensor& k_TKD, const at::Tensor& v_TKD);
-  at::Tensor decode_on_cpu(int64_t layer, const at::Tensor& q_1ND) const;
-  at::Tensor attend_gathered(int64_t layer, const at::Tensor& q_TND) const;
-
   KvPages& pages_;
-  std::vector<int32_t> block_table_;
-  at::Tensor block_table_tensor_;            // int64, on the device
-  at::Tensor write_blocks_, write_offsets_;  // int64 [pending], on the device
-  SeqLayout layout_;
+  PagedAttention attention_;
   int64_t length_ = 0, pending_ = 0;
 };
 

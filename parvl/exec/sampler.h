@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "parvl/base/status.h"
-#include "parvl/exec/sampling.h"
+#include "parvl/sched/sampling.h"
 
 namespace parvl {
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "parvl/exec/sampler.h"
+#include "parvl/media/tokenizer.h"
 
 namespace parvl {
 namespace {

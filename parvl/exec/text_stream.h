@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "parvl/exec/sampling.h"
 #include "parvl/media/tokenizer.h"
+#include "parvl/sched/sampling.h"
 
 namespace parvl {
 

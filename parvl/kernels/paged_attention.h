@@ -28,4 +28,14 @@ struct Pages {
 template <typename T>
 void paged_attention_decode(const T* q, const Pages<T>& pages, T* out, int64_t heads, int64_t begin, int64_t end);
 
+// What a row of keys (or values) and a page are made of: block_size tokens, `heads` heads of `bytes` bytes each.
+struct PageShape {
+  int64_t block_size = 0;
+  int64_t heads = 0;
+  int64_t bytes = 0;
+};
+// rows [count, heads, bytes] → their places in pages [blocks, heads, block_size, bytes]; places[i] = block · block_size
+// + offset.
+void write_pages(const char* rows, char* pages, const int32_t* places, int64_t count, const PageShape& shape);
+
 }  // namespace parvl::kernels

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "parvl/kernels/paged_attention.h"
@@ -92,6 +93,16 @@ template <>
 void paged_attention_decode(const BFloat16* q, const Pages<BFloat16>& p, BFloat16* out, int64_t heads, int64_t begin,
                             int64_t end) {
   decode_bf16(q, p, out, heads, begin, end);
+}
+
+void write_pages(const char* rows, char* pages, const int32_t* places, int64_t count, const PageShape& shape) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t block = places[i] / shape.block_size, offset = places[i] % shape.block_size;
+    for (int64_t head = 0; head < shape.heads; ++head) {
+      std::memcpy(pages + ((block * shape.heads + head) * shape.block_size + offset) * shape.bytes,
+                  rows + (i * shape.heads + head) * shape.bytes, static_cast<size_t>(shape.bytes));
+    }
+  }
 }
 
 }  // namespace parvl::kernels

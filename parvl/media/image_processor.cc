@@ -213,4 +213,13 @@ absl::StatusOr<ProcessedImage> ImageProcessor::process(const Image& image) const
   return out;
 }
 
+std::array<uint8_t, 32> ImageProcessor::key_of(std::string_view source) const {
+  constexpr int kVersion = 1;  // goes up when `process` or the decoders give other patches for the same file
+  const ImageProcessorConfig& c = config_;
+  const Json settings = {kVersion,    c.patch_size, c.temporal_patch_size, c.merge_size,     c.min_pixels, c.max_pixels,
+                         c.do_resize, c.do_rescale, c.do_normalize,        c.rescale_factor, c.mean,       c.std,
+                         c.resample};
+  return sha256(sha256_hex(source) + settings.dump());
+}
+
 }  // namespace parvl

@@ -2,8 +2,10 @@
 // processor of the Qwen2-VL family (dynamic resolution: any size, sides rounded to multiples of patch · merge).
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "parvl/base/status.h"
@@ -19,6 +21,9 @@ struct ProcessedImage {
   int grid_w = 0;
   int patch_floats = 0;  // values a patch
   int merge_size = 1;
+  // Identity of what this was made from: SHA-256 of the source file's bytes, the processor's version and settings. All
+  // zero: not known.
+  std::array<uint8_t, 32> key{};
   std::vector<float> patches;  // [num_patches() · patch_floats]
   int64_t num_patches() const { return int64_t{grid_t} * grid_h * grid_w; }
   int64_t num_tokens() const { return num_patches() / (merge_size * merge_size); }  // after the projector's merge
@@ -52,6 +57,8 @@ class ImageProcessor {
   // The size `process` resizes to (width, height), without touching pixels.
   absl::StatusOr<ImageSize> target_size(int width, int height) const;
   const ImageProcessorConfig& config() const { return config_; }
+  // ProcessedImage::key of a source file with these bytes: equal only when `process` gives equal patches.
+  std::array<uint8_t, 32> key_of(std::string_view source) const;
 
  private:
   ImageProcessorConfig config_;

@@ -63,6 +63,15 @@ PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences
   return out;
 }
 
+PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device) {
+  PackedBatch out;
+  for (const SequenceInput& sequence : sequences) {
+    for (const ImageSpan& image : sequence.images) out.grids.push_back(image.grid);
+  }
+  if (!out.grids.empty()) out.pixels = copy_pixels(model, sequences, out.grids, device);
+  return out;
+}
+
 at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device) {
   if (batch.grids.empty()) return {};
   Bundle bundle = run_pieces(model.vision_encoder()->pieces(batch.grids, device), Bundle{{"pixels", batch.pixels}});

@@ -28,6 +28,9 @@ struct PackedBatch {
 PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
                  std::shared_ptr<AttentionBackend> attention = nullptr);
 
+// The images alone: `grids` and `pixels`.
+PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device);
+
 // Vision encoder and projector without autograd: "visual" [V, hidden]; undefined without images.
 at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device);
 // The decoder's output "hidden" [T, hidden] without autograd.

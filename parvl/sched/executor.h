@@ -2,19 +2,29 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "parvl/base/status.h"
 #include "parvl/sched/output.h"
+#include "parvl/sched/sampling.h"
 
 namespace parvl {
+
+// The token chosen after one sequence, or why none could be.
+struct SampledToken {
+  TokenId id = 0;
+  TokenLogprob logprob;  // when asked for
+  absl::Status status;
+};
 
 // What an executor reports: a step with its tokens, or one encoding.
 struct Completion {
   enum class Kind { kStep, kEncode };
   Kind kind = Kind::kStep;
-  absl::Status status;  // why it failed; then `tokens.tokens` is empty
-  StepTokens tokens;    // kStep
-  SlotId slot;          // kEncode
+  absl::Status status;               // why all of it failed; then there are no tokens
+  StepId step;                       // kStep
+  std::vector<SampledToken> tokens;  // kStep: of the sequences that sample, in the step's order
+  SlotId slot;                       // kEncode
 };
 
 // Turns a SchedulerOutput into tokens. The real one drives a model, the simulator's asks a cost model. Requests are
@@ -24,9 +34,8 @@ class Executor {
   virtual ~Executor() = default;
   // Forgets evicted slots, starts the encodings and then, when it has sequences, the step. Does not wait.
   virtual void submit(const SchedulerOutput& output) = 0;
-  // The next completion in the order in which they happened. `wait`: until there is one; nothing may be awaited when
-  // nothing was submitted. Otherwise nullopt when there is none yet.
-  virtual std::optional<Completion> poll(bool wait) = 0;
+  // The next completion in the order in which they happened; nullopt when there is none yet.
+  virtual std::optional<Completion> poll() = 0;
 };
 
 }  // namespace parvl

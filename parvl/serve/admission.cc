@@ -19,6 +19,12 @@ std::unique_ptr<Admission::Ticket> Admission::enter(std::function<void()> on_cre
   return ticket;
 }
 
+void Admission::set_limits(size_t capacity, size_t credits) {
+  capacity_ = capacity;
+  credits_ = credits;
+  grant();
+}
+
 void Admission::grant() {
   size_t left = credits_;
   for (Ticket* ticket : line_) {

@@ -9,9 +9,9 @@
 
 namespace parvl {
 
-// A line of requests in order of arrival. The first `credits` of them may be prepared and run (one runs, the next is
-// made ready meanwhile: what is decoded in memory stays bounded); the rest wait with nothing but their bytes. At most
-// `capacity` are in the line.
+// A line of requests in order of arrival. The first `credits` of them may be prepared and run (as many as run at once,
+// and the next, made ready meanwhile: what is decoded in memory stays bounded); the rest wait with nothing but their
+// bytes. At most `capacity` are in the line.
 class Admission {
  public:
   // A place in the line, given back when destroyed. Must not outlive the Admission.
@@ -36,6 +36,8 @@ class Admission {
   // nullptr when the line is full. `on_credit` is called when the ticket's turn comes, at once if it is there already.
   std::unique_ptr<Ticket> enter(std::function<void()> on_credit);
   size_t size() const { return size_; }  // any thread
+  // Fewer credits take none back.
+  void set_limits(size_t capacity, size_t credits);
   // Nobody's turn comes any more.
   void close() { credits_ = 0; }
 

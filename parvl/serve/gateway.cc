@@ -17,7 +17,6 @@
 namespace parvl {
 namespace {
 
-constexpr size_t kCredits = 2;            // one request runs, the next is made ready
 constexpr size_t kPoolThreads = 2;        // parse, decode, tokenise
 constexpr size_t kMaxWarnedFields = 256;  // a client cannot grow the list for ever
 
@@ -33,13 +32,12 @@ bool is_unbuilt(std::string_view path) {
 
 }  // namespace
 
-LoadedModel::LoadedModel(std::unique_ptr<Generator> loaded, int64_t max_images) : thread(std::move(loaded)) {
-  const Generator& generator = thread.generator();
-  limits = prompt_limits(generator);
-  rules.defaults = generator.default_sampling();
-  rules.vocab_size = generator.prompts().tokenizer().vocab_size();
-  rules.takes_images = generator.prompts().has_images();
-  rules.why_no_images = generator.prompts().why_no_images();
+LoadedModel::LoadedModel(std::unique_ptr<Engine> loaded, int64_t max_images) : engine(std::move(loaded)) {
+  limits = prompt_limits(*engine);
+  rules.defaults = engine->default_sampling();
+  rules.vocab_size = prompts().tokenizer().vocab_size();
+  rules.takes_images = prompts().has_images();
+  rules.why_no_images = prompts().why_no_images();
   rules.max_images = max_images;
 }
 
@@ -48,7 +46,7 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       options_(options),
       clock_(clock),
       rng_(options.seed),
-      admission_(static_cast<size_t>(options.max_queue) + 1, kCredits),
+      admission_(0, 0),
       pool_(kPoolThreads),
       created_(clock.wall_ns() / 1'000'000'000) {
   for (const std::string& key : options.api_keys) key_hashes_.push_back(sha256_hex(key));
@@ -163,11 +161,11 @@ asio::awaitable<void> Gateway::reply_health(HttpConnection& connection) {
 }
 
 Json Gateway::model_card(const std::string& name) const {
-  const Generator& generator = model_->thread.generator();
-  Json modules = {{"llm_backbone", generator.device_name()}};
-  if (generator.prompts().has_images()) {
-    modules["vision_encoder"] = generator.device_name();
-    modules["projector"] = generator.device_name();
+  const Engine& engine = *model_->engine;
+  Json modules = {{"llm_backbone", engine.device_name()}};
+  if (engine.prompts().has_images()) {
+    modules["vision_encoder"] = engine.device_name();
+    modules["projector"] = engine.device_name();
   }
   return {{"id", name},
           {"object", "model"},
@@ -175,7 +173,7 @@ Json Gateway::model_card(const std::string& name) const {
           {"owned_by", "parvl"},
           {"root", options_.model_dir},
           {"parent", nullptr},
-          {"max_model_len", generator.max_model_len()},
+          {"max_model_len", engine.max_model_len()},
           {"parvl", {{"modules", std::move(modules)}}}};
 }
 
@@ -219,6 +217,8 @@ void Gateway::finished(const HttpConnection& connection, int http_status) {
 
 void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
   model_ = std::move(model);
+  const size_t running = static_cast<size_t>(model_->engine->max_running());
+  admission_.set_limits(static_cast<size_t>(options_.max_queue) + running, running + 1);  // the next one is made ready
   if (state_ == State::kLoading) state_ = State::kReady;
 }
 

@@ -9,9 +9,9 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/base/rng.h"
+#include "parvl/exec/engine.h"
 #include "parvl/serve/admission.h"
 #include "parvl/serve/async.h"
-#include "parvl/serve/generation_thread.h"
 #include "parvl/serve/http_connection.h"
 #include "parvl/serve/openai_request.h"
 #include "parvl/serve/options.h"
@@ -19,13 +19,13 @@
 
 namespace parvl {
 
-// A model that answers. Everything but the thread inside is read-only, so that pool threads may use it.
+// A model that answers, and what requests are checked against. Pool threads may use it.
 struct LoadedModel {
-  explicit LoadedModel(std::unique_ptr<Generator> generator, int64_t max_images);
-  GenerationThread thread;
+  explicit LoadedModel(std::unique_ptr<Engine> engine, int64_t max_images);
+  std::unique_ptr<Engine> engine;
   PromptLimits limits;
   ChatRules rules;
-  const PromptBuilder& prompts() const { return thread.generator().prompts(); }
+  const PromptBuilder& prompts() const { return engine->prompts(); }
 };
 
 class Gateway : public HttpHandler {

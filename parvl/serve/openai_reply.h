@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "parvl/base/json.h"
-#include "parvl/exec/sampling.h"
 #include "parvl/media/tokenizer.h"
+#include "parvl/sched/sampling.h"
 
 namespace parvl {
 

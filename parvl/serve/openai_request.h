@@ -7,8 +7,8 @@
 
 #include "parvl/base/json.h"
 #include "parvl/base/status.h"
-#include "parvl/exec/sampling.h"
 #include "parvl/media/prompt.h"
+#include "parvl/sched/sampling.h"
 
 namespace parvl {
 

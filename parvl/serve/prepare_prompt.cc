@@ -61,6 +61,7 @@ absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(c
       return api_error(422, absl::StrCat(name, " cannot be used: ", processed.status().message()), "media_unreadable",
                        reference.where);
     }
+    processed->key = processor.key_of(*bytes);
     images.push_back(std::make_shared<const ProcessedImage>(std::move(*processed)));
   }
   return images;
@@ -68,10 +69,10 @@ absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(c
 
 }  // namespace
 
-PromptLimits prompt_limits(const Generator& generator) {
+PromptLimits prompt_limits(const Engine& engine) {
   PromptLimits limits;
-  limits.max_model_len = generator.max_model_len();
-  const Tokenizer& tokenizer = generator.prompts().tokenizer();
+  limits.max_model_len = engine.max_model_len();
+  const Tokenizer& tokenizer = engine.prompts().tokenizer();
   for (TokenId id = 0; id < tokenizer.vocab_size(); ++id) {
     limits.longest_token_bytes = std::max(limits.longest_token_bytes, tokenizer.token_bytes(id).size());
   }

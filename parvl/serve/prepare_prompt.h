@@ -2,7 +2,7 @@
 #pragma once
 
 #include "parvl/base/status.h"
-#include "parvl/exec/generator.h"
+#include "parvl/exec/engine.h"
 #include "parvl/serve/openai_request.h"
 #include "parvl/serve/options.h"
 
@@ -13,7 +13,7 @@ struct PromptLimits {
   int64_t max_model_len = 0;
   size_t longest_token_bytes = 1;  // so that text far over the limit is refused before it is tokenised
 };
-PromptLimits prompt_limits(const Generator& generator);
+PromptLimits prompt_limits(const Engine& engine);
 
 // Thread-safe. Errors are answers' statuses: 400 over the context (naming the limit), 413 an image over a cap, 422 an
 // image that cannot be read or decoded (naming the item), and the chat template's own refusals (400).

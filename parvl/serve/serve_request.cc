@@ -12,7 +12,7 @@
 namespace parvl {
 namespace {
 
-// What a generation has given out and nobody has taken yet. The generation thread posts into it; the rest is the io
+// What a generation has given out and nobody has taken yet. The engine's thread posts into it; the rest is the io
 // thread's.
 struct Deltas {
   std::shared_ptr<Wakeup> wakeup;  // the connection's
@@ -20,27 +20,26 @@ struct Deltas {
   std::optional<absl::StatusOr<GenerateResult>> end;
 };
 
-std::shared_ptr<GenerationThread::Job> start_generation(Gateway& gateway, Prompt prompt, const SamplingParams& sampling,
-                                                        const std::shared_ptr<Deltas>& deltas) {
-  auto job = std::make_shared<GenerationThread::Job>();
-  job->prompt = std::move(prompt);
-  job->sampling = sampling;
+RequestId start_generation(Gateway& gateway, Prompt prompt, const ChatRequest& request,
+                           const std::shared_ptr<Deltas>& deltas) {
+  EngineRequest job;
+  job.prompt = std::make_shared<const Prompt>(std::move(prompt));
+  job.sampling = request.sampling;
   asio::io_context& io = gateway.io();
-  job->on_token = [&io, deltas](const TokenEvent& event) {
+  job.on_token = [&io, deltas](const TokenEvent& event) {
     asio::post(io, [deltas, event] {
       deltas->events.push_back(event);
       deltas->wakeup->notify();
     });
   };
-  job->on_end = [&gateway, &io, deltas](const absl::StatusOr<GenerateResult>& result) {
+  job.on_end = [&gateway, &io, deltas](const absl::StatusOr<GenerateResult>& result) {
     asio::post(io, [&gateway, deltas, result] {
       gateway.generation_ended(result);
       deltas->end = result;
       deltas->wakeup->notify();
     });
   };
-  gateway.model().thread.submit(job);
-  return job;
+  return gateway.model().engine->submit(std::move(job));
 }
 
 // The answer as it grows: either streamed, or kept for one JSON object at the end.
@@ -166,7 +165,7 @@ asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection) {
 
   // enqueue
   auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), {}, {}});
-  const auto job = start_generation(gateway, std::move(*prompt), request->sampling, deltas);
+  const RequestId job = start_generation(gateway, std::move(*prompt), *request, deltas);
 
   // await deltas
   Answer answer(gateway, connection, *request, model_name);
@@ -181,7 +180,7 @@ asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection) {
   }
 
   // finish
-  job->cancelled = true;  // no effect on one that has ended
+  model.engine->cancel(job);  // no effect on one that has ended
   if (connection.gone()) co_return;
   if (!deltas->end.has_value() || !deltas->events.empty()) co_return co_await answer.fail(shutting_down());
   if (!deltas->end->ok()) {

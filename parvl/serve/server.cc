@@ -156,8 +156,8 @@ void Server::Impl::start_loading(const Loader& load, const std::function<void()>
   loader = std::thread([this, load, on_ready, state = loading, max_images = options.media.max_images] {
     absl::StatusOr<std::unique_ptr<LoadedModel>> model = absl::UnknownError("not loaded");
     const absl::Status status = catch_exceptions("loading the model", [&]() -> absl::Status {
-      PARVL_ASSIGN_OR_RETURN(auto generator, load());
-      model = std::make_unique<LoadedModel>(std::move(generator), max_images);
+      PARVL_ASSIGN_OR_RETURN(auto engine, load());
+      model = std::make_unique<LoadedModel>(std::move(engine), max_images);
       return absl::OkStatus();
     });
     if (!status.ok()) model = status;

@@ -8,14 +8,14 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/base/status.h"
-#include "parvl/exec/generator.h"
+#include "parvl/exec/engine.h"
 #include "parvl/serve/options.h"
 
 namespace parvl {
 
 class Server {
  public:
-  using Loader = std::function<absl::StatusOr<std::unique_ptr<Generator>>()>;
+  using Loader = std::function<absl::StatusOr<std::unique_ptr<Engine>>()>;
 
   // Checks `options` and binds the port; errors say which flag to change. `clock` must outlive the server.
   static absl::StatusOr<std::unique_ptr<Server>> listen(ServeOptions options, const Clock& clock);

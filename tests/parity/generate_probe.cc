@@ -53,7 +53,7 @@ absl::StatusOr<Json> answer(Generator& generator, const std::string& line) {
 }
 
 absl::Status run(const std::string& dir) {
-  PARVL_ASSIGN_OR_RETURN(auto generator, Generator::load(dir, {.device = "cpu"}));
+  PARVL_ASSIGN_OR_RETURN(auto generator, Generator::load(dir, {.load = {.device = "cpu"}}));
   std::string line;
   while (std::getline(std::cin, line)) {
     auto reply = answer(*generator, line);

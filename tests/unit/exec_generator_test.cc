@@ -39,13 +39,14 @@ class GeneratorTest : public ModelDirTest {
     return dir;
   }
 
-  static std::unique_ptr<Generator> load(const std::string& dir, GeneratorOptions options = {.device = "cpu"}) {
+  static std::unique_ptr<Generator> load(const std::string& dir,
+                                         GeneratorOptions options = {.load = {.device = "cpu"}}) {
     auto generator = Generator::load(dir, options);
     if (!generator.ok()) throw std::runtime_error(generator.status().ToString());
     return *std::move(generator);
   }
 
-  static std::string refusal(const std::string& dir, GeneratorOptions options = {.device = "cpu"}) {
+  static std::string refusal(const std::string& dir, GeneratorOptions options = {.load = {.device = "cpu"}}) {
     auto generator = Generator::load(dir, options);
     EXPECT_FALSE(generator.ok());
     EXPECT_EQ(exit_code(generator.status()), 2) << generator.status();
@@ -102,7 +103,7 @@ class GeneratorTest : public ModelDirTest {
 
 TEST_F(GeneratorTest, EventsAreTheResult) {
   const SteppingClock clock;
-  auto generator = load(make_dir("qwen2"), {.device = "cpu", .clock = &clock});
+  auto generator = load(make_dir("qwen2"), {.load = {.device = "cpu"}, .clock = &clock});
   SamplingParams params = sampled(0, 0, 12);
   params.logprobs = true;
   params.top_logprobs = 3;
@@ -160,12 +161,13 @@ TEST_F(GeneratorTest, PromptsThatCannotBe) {
 
 TEST_F(GeneratorTest, ContextLimitOfTheCaller) {
   const std::string dir = make_dir("qwen2");
-  auto generator = load(dir, {.device = "cpu", .max_model_len = 10});
+  auto generator = load(dir, {.load = {.device = "cpu", .max_model_len = 10}});
   EXPECT_EQ(generator->max_model_len(), 10);
   EXPECT_EQ(generate(*generator, plain({1, 2, 3}), sampled(0, 0, -1)).token_ids.size(), 7u) << "up to the context";
   EXPECT_THAT(error(*generator, plain(std::vector<TokenId>(10, 5)), sampled(0, 0, 1)), HasSubstr("limit is 10"));
-  EXPECT_THAT(refusal(dir, {.device = "cpu", .max_model_len = 257}), AllOf(HasSubstr("257"), HasSubstr("256")));
-  EXPECT_THAT(refusal(dir, {.device = "cpu", .max_model_len = -1}), HasSubstr("negative"));
+  EXPECT_THAT(refusal(dir, {.load = {.device = "cpu", .max_model_len = 257}}),
+              AllOf(HasSubstr("257"), HasSubstr("256")));
+  EXPECT_THAT(refusal(dir, {.load = {.device = "cpu", .max_model_len = -1}}), HasSubstr("negative"));
 }
 
 TEST_F(GeneratorTest, SamplingFieldsAreChecked) {
@@ -191,7 +193,7 @@ TEST_F(GeneratorTest, SeedDecidesTheTokens) {
 TEST_F(GeneratorTest, ContinuationOfAnyPrefixGivesTheSameTokens) {
   for (const char* family : {"llama", "qwen2", "qwen2_vl", "qwen2_5_vl"}) {
     SCOPED_TRACE(family);
-    auto generator = load(make_dir(family), {.device = "cpu", .dtype = "float64"});
+    auto generator = load(make_dir(family), {.load = {.device = "cpu", .dtype = "float64"}});
     const bool vision = generator->prompts().has_images();
     const Prompt prompt = vision ? with_image(*generator) : plain({5, 60, 7, 300, 12});
     EXPECT_EQ(prompt.media.size(), vision ? 1u : 0u);
@@ -210,7 +212,7 @@ TEST_F(GeneratorTest, ContinuationOfAnyPrefixGivesTheSameTokens) {
 
 TEST_F(GeneratorTest, ImagesChangeTheAnswerAndTakeTime) {
   const SteppingClock clock;
-  auto generator = load(make_dir("qwen2_vl"), {.device = "cpu", .clock = &clock});
+  auto generator = load(make_dir("qwen2_vl"), {.load = {.device = "cpu"}, .clock = &clock});
   Prompt prompt = with_image(*generator);
   SamplingParams params = sampled(0, 0, 1);
   params.logprobs = true;
@@ -295,12 +297,12 @@ TEST_F(GeneratorTest, TypesOfADirectoryAndOfTheCaller) {
   const double want = generate(*reference, prompt, params).logprobs[0].logprob;
   for (const auto& [dtype, tolerance] : {std::pair{"float64", 1e-4}, std::pair{"float32", 1e-6},
                                          std::pair{"bfloat16", 0.5}, std::pair{"float16", 0.1}}) {
-    auto generator = load(dir, {.device = "cpu", .dtype = dtype});
+    auto generator = load(dir, {.load = {.device = "cpu", .dtype = dtype}});
     SamplingParams same = params;
     same.logit_bias[generate(*reference, prompt, params).token_ids[0]] = 50;  // the same token, whatever rounding says
     EXPECT_NEAR(generate(*generator, prompt, same).logprobs[0].logprob, want, tolerance) << dtype;
   }
-  EXPECT_THAT(refusal(dir, {.device = "cpu", .dtype = "int8"}), HasSubstr("int8"));
+  EXPECT_THAT(refusal(dir, {.load = {.device = "cpu", .dtype = "int8"}}), HasSubstr("int8"));
 }
 
 TEST_F(GeneratorTest, DefaultsOfTheDirectory) {
@@ -350,7 +352,7 @@ TEST_F(GeneratorTest, DirectoriesWhosePartsDoNotFit) {
 }
 
 TEST_F(GeneratorTest, ADeviceThatIsNotThere) {
-  EXPECT_THAT(refusal(make_dir("qwen2"), {.device = "tpu"}), HasSubstr("auto, cpu, cuda"));
+  EXPECT_THAT(refusal(make_dir("qwen2"), {.load = {.device = "tpu"}}), HasSubstr("auto, cpu, cuda"));
   EXPECT_EQ(load(root_ + "/qwen2")->device_name(), "cpu");
 }
 

@@ -128,34 +128,76 @@ bool FakeScript::wait_for(const std::function<bool()>& condition) {
   return changed.wait_for(lock, std::chrono::seconds(20), condition);
 }
 
-FakeGenerator::FakeGenerator(std::shared_ptr<FakeScript> script, const std::string& folder, int64_t max_model_len)
+FakeEngine::FakeEngine(std::shared_ptr<FakeScript> script, const std::string& folder, int64_t max_model_len)
     : script_(std::move(script)), max_model_len_(max_model_len) {
   auto prompts = PromptBuilder::load(folder);
   PARVL_CHECK(prompts.ok(), std::string(prompts.status().message()).c_str());
   prompts_ = *prompts;
   defaults_.temperature = 0.5;  // as a generation_config.json would say
+  thread_ = std::thread([this] { loop(); });
 }
 
-absl::StatusOr<GenerateResult> FakeGenerator::generate(const Prompt& prompt, const SamplingParams& sampling,
-                                                       const std::function<bool(const TokenEvent&)>& on_token) {
+FakeEngine::~FakeEngine() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  arrived_.notify_all();
+  thread_.join();
+}
+
+RequestId FakeEngine::submit(EngineRequest request) {
+  std::lock_guard lock(mutex_);
+  const RequestId id{next_id_++};
+  jobs_.push_back({id, std::move(request)});
+  arrived_.notify_all();
+  return id;
+}
+
+void FakeEngine::cancel(RequestId id) {
+  std::lock_guard lock(mutex_);
+  for (Job& job : jobs_) job.cancelled |= job.id == id;
+}
+
+bool FakeEngine::stopped(const Job& job) {
+  std::lock_guard lock(mutex_);
+  return stopping_ || job.cancelled;
+}
+
+void FakeEngine::loop() {
+  for (;;) {
+    Job* job = nullptr;
+    {
+      std::unique_lock lock(mutex_);
+      arrived_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+      if (jobs_.empty()) return;
+      job = &jobs_.front();
+    }
+    job->request.on_end(stopped(*job) ? GenerateResult{} : generate(*job));
+    std::lock_guard lock(mutex_);
+    jobs_.pop_front();
+  }
+}
+
+absl::StatusOr<GenerateResult> FakeEngine::generate(Job& job) {
   {
     std::lock_guard lock(script_->mutex);
-    script_->prompts.push_back(prompt);
-    script_->samplings.push_back(sampling);
+    script_->prompts.push_back(*job.request.prompt);
+    script_->samplings.push_back(job.request.sampling);
     ++script_->started;
     script_->changed.notify_all();
   }
-  auto result = speak(sampling, on_token);
+  auto result = speak(job);
   std::lock_guard lock(script_->mutex);
   ++script_->ended;
   if (result.ok() && result->finish == FinishReason::kNone) ++script_->cancelled;
   script_->changed.notify_all();
-  if (result.ok()) result->prompt_tokens = static_cast<int64_t>(prompt.ids.size());
+  if (result.ok()) result->prompt_tokens = static_cast<int64_t>(job.request.prompt->ids.size());
   return result;
 }
 
-absl::StatusOr<GenerateResult> FakeGenerator::speak(const SamplingParams& sampling,
-                                                    const std::function<bool(const TokenEvent&)>& on_token) {
+absl::StatusOr<GenerateResult> FakeEngine::speak(Job& job) {
+  const SamplingParams& sampling = job.request.sampling;
   GenerateResult result;
   for (int64_t n = 0;; ++n) {
     TokenEvent event;
@@ -178,7 +220,8 @@ absl::StatusOr<GenerateResult> FakeGenerator::speak(const SamplingParams& sampli
     }
     result.token_ids.push_back(event.token_id);
     result.text += event.text;
-    if (!on_token(event)) return result;
+    if (stopped(job)) return result;
+    job.request.on_token(event);
     result.finish = event.finish;
     if (event.finish != FinishReason::kNone) return result;
   }

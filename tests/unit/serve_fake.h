@@ -1,16 +1,18 @@
-// For tests of serving: a tiny model folder with a byte-level tokenizer, and a Generator that says what a test tells it
+// For tests of serving: a tiny model folder with a byte-level tokenizer, and an Engine that says what a test tells it
 // to.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
-#include "parvl/exec/generator.h"
+#include "parvl/exec/engine.h"
 
 namespace parvl {
 
@@ -30,7 +32,7 @@ class TemporaryFolder {
 // x 4 pixels, 2 x 2 of them a token. `images` false: a text-only model.
 void write_model_folder(const std::string& path, bool images = true);
 
-// What the test and the fake generator share. Every member is guarded by `mutex`; `changed` tells of changes.
+// What the test and the fake engine share. Every member is guarded by `mutex`; `changed` tells of changes.
 struct FakeScript {
   std::mutex mutex;
   std::condition_variable changed;
@@ -40,7 +42,7 @@ struct FakeScript {
   int64_t allowed = int64_t{1} << 50;       // tokens that may still come out
   int64_t fail_after = -1;                  // tokens before `error` is returned; -1: never
   absl::Status error;
-  int64_t started = 0, ended = 0, cancelled = 0;  // calls of generate
+  int64_t started = 0, ended = 0, cancelled = 0;  // generations
   std::vector<Prompt> prompts;
   std::vector<SamplingParams> samplings;
 
@@ -53,24 +55,41 @@ struct FakeScript {
   bool wait_for(const std::function<bool()>& condition);
 };
 
-class FakeGenerator : public Generator {
+// An engine that says what the script tells it to, one request after another.
+class FakeEngine : public Engine {
  public:
-  FakeGenerator(std::shared_ptr<FakeScript> script, const std::string& folder, int64_t max_model_len);
+  FakeEngine(std::shared_ptr<FakeScript> script, const std::string& folder, int64_t max_model_len);
+  ~FakeEngine() override;
   const PromptBuilder& prompts() const override { return *prompts_; }
   int64_t max_model_len() const override { return max_model_len_; }
+  int64_t max_running() const override { return 1; }
   SamplingParams default_sampling() const override { return defaults_; }
   std::string device_name() const override { return "test"; }
-  absl::StatusOr<GenerateResult> generate(const Prompt& prompt, const SamplingParams& sampling,
-                                          const std::function<bool(const TokenEvent&)>& on_token) override;
+  RequestId submit(EngineRequest request) override;
+  void cancel(RequestId id) override;
+  SchedulerStats stats() const override { return {}; }
 
  private:
-  absl::StatusOr<GenerateResult> speak(const SamplingParams& sampling,
-                                       const std::function<bool(const TokenEvent&)>& on_token);
+  struct Job {
+    RequestId id;
+    EngineRequest request;
+    bool cancelled = false;
+  };
+  void loop();
+  absl::StatusOr<GenerateResult> generate(Job& job);
+  absl::StatusOr<GenerateResult> speak(Job& job);
+  bool stopped(const Job& job);
 
   std::shared_ptr<FakeScript> script_;
   std::shared_ptr<const PromptBuilder> prompts_;
   int64_t max_model_len_;
   SamplingParams defaults_;
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::list<Job> jobs_;  // the first one runs
+  int64_t next_id_ = 1;
+  bool stopping_ = false;
+  std::thread thread_;
 };
 
 }  // namespace parvl

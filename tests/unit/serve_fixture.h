@@ -1,4 +1,4 @@
-// A whole server over a real socket, with a generator that the test controls.
+// A whole server over a real socket, with an engine that the test controls.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -30,7 +30,7 @@ class ServerTest : public testing::Test {
   ~ServerTest() override { stop(); }
 
   void start() {
-    start_with([this] { return std::make_unique<FakeGenerator>(script_, folder_.path(), max_model_len_); });
+    start_with([this] { return std::make_unique<FakeEngine>(script_, folder_.path(), max_model_len_); });
     ASSERT_TRUE(ready_.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready);
   }
 

@@ -94,9 +94,9 @@ TEST_F(ServerTest, DisconnectCancelsWhatRuns) {
 
 TEST_F(ServerTest, ProbesSayLoadingUntilTheModelIsThere) {
   std::promise<void> go;
-  start_with([&, wait = go.get_future().share()]() -> absl::StatusOr<std::unique_ptr<Generator>> {
+  start_with([&, wait = go.get_future().share()]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     wait.wait();
-    return std::make_unique<FakeGenerator>(script_, folder_.path(), 200);
+    return std::make_unique<FakeEngine>(script_, folder_.path(), 200);
   });
   EXPECT_EQ(get("/livez").status, 200);
   EXPECT_EQ(get("/readyz").status, 503);
@@ -156,7 +156,7 @@ TEST_F(ServerTest, AFailedGenerationIsSeenByTheProbesUntilOneSucceeds) {
 }
 
 TEST_F(ServerTest, LoadFailureEndsRun) {
-  start_with([]() -> absl::StatusOr<std::unique_ptr<Generator>> { return invalid("no config.json in models/tiny"); });
+  start_with([]() -> absl::StatusOr<std::unique_ptr<Engine>> { return invalid("no config.json in models/tiny"); });
   join();
   EXPECT_EQ(exit_code(result_), 2);
   EXPECT_EQ(result_.message(), "no config.json in models/tiny");
@@ -165,7 +165,7 @@ TEST_F(ServerTest, LoadFailureEndsRun) {
 TEST_F(ServerTest, ShutdownWhileLoadingDoesNotWaitForTheLoader) {
   auto go = std::make_shared<std::promise<void>>();
   auto done = std::make_shared<std::promise<void>>();
-  start_with([wait = go->get_future().share(), done]() -> absl::StatusOr<std::unique_ptr<Generator>> {
+  start_with([wait = go->get_future().share(), done]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     wait.wait();
     done->set_value();
     return invalid("too late");

@@ -103,7 +103,7 @@ class PreparePromptTest : public testing::Test {
  protected:
   PreparePromptTest() {
     write_model_folder(folder_.path());
-    generator_ = std::make_unique<FakeGenerator>(std::make_shared<FakeScript>(), folder_.path(), 100);
+    generator_ = std::make_unique<FakeEngine>(std::make_shared<FakeScript>(), folder_.path(), 100);
   }
   absl::StatusOr<Prompt> prepare(const Json& body) {
     ChatRules rules;
@@ -127,7 +127,7 @@ class PreparePromptTest : public testing::Test {
 
   TemporaryFolder folder_;
   MediaPolicy policy_;
-  std::unique_ptr<FakeGenerator> generator_;
+  std::unique_ptr<FakeEngine> generator_;
 };
 
 TEST_F(PreparePromptTest, ImageTakesItsTokens) {

@@ -1,4 +1,4 @@
-// How the next token is chosen, and why a generation ended. Torch-free.
+// How the next token is chosen, and why a generation ended. Plain data.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "parvl/media/tokenizer.h"
+#include "parvl/base/ids.h"
 
 namespace parvl {
 

@@ -1,0 +1,218 @@
+#include "parvl/exec/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "parvl/base/check.h"
+#include "parvl/base/file.h"
+
+namespace parvl {
+namespace {
+
+bool is_known(const std::array<uint8_t, 32>& key) {
+  return std::any_of(key.begin(), key.end(), [](uint8_t byte) { return byte != 0; });
+}
+
+// The identity of an image whose source is not known: what the encoder reads of it.
+MediaKey hash_of(const ProcessedImage& image) {
+  const std::string_view patches(reinterpret_cast<const char*>(image.patches.data()),
+                                 image.patches.size() * sizeof(float));
+  return {sha256(absl::StrCat(image.grid_t, " ", image.grid_h, " ", image.grid_w, " ", image.merge_size, " ",
+                              sha256_hex(patches)))};
+}
+
+}  // namespace
+
+EngineLoop::EngineLoop(EngineConfig config, std::unique_ptr<ModelExecutor> executor, const Clock& clock)
+    : config_(std::move(config)),
+      executor_(std::move(executor)),
+      clock_(clock),
+      scheduler_(config_.scheduler, config_.record) {
+  executor_->set_notify([this] {
+    {
+      std::lock_guard lock(mutex_);
+      completed_ = true;
+    }
+    changed_.notify_one();
+  });
+  thread_ = std::thread([this] { loop(); });
+}
+
+EngineLoop::~EngineLoop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+  executor_.reset();  // a job may still notify; after this none does
+}
+
+RequestId EngineLoop::submit(EngineRequest request) {
+  PARVL_CHECK(request.prompt != nullptr && request.on_token && request.on_end, "an incomplete request");
+  RequestId id;
+  {
+    std::lock_guard lock(mutex_);
+    id = RequestId{next_id_++};
+    commands_.push_back({id, std::move(request)});
+  }
+  changed_.notify_one();
+  return id;
+}
+
+void EngineLoop::cancel(RequestId id) {
+  {
+    std::lock_guard lock(mutex_);
+    commands_.push_back({id, {}});
+  }
+  changed_.notify_one();
+}
+
+SchedulerStats EngineLoop::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void EngineLoop::loop() {
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return stopping_ || completed_ || !commands_.empty(); });
+      if (stopping_) break;
+    }
+    step();
+  }
+  std::vector<RequestId> ids;
+  for (const auto& [id, live] : live_) ids.push_back(id);
+  for (const RequestId id : ids) end(id, absl::OkStatus());
+  for (const Command& command : std::exchange(commands_, {})) {  // submitted too late to be seen
+    if (command.request.prompt != nullptr) command.request.on_end(GenerateResult{});
+  }
+}
+
+// One turn: what came in, what was computed, what is next.
+void EngineLoop::step() {
+  std::vector<Command> commands;
+  {
+    std::lock_guard lock(mutex_);
+    commands.swap(commands_);
+    completed_ = false;
+  }
+  for (Command& command : commands) {
+    if (command.request.prompt == nullptr) {
+      end(command.id, absl::OkStatus());
+    } else {
+      add(command.id, std::move(command.request));
+    }
+  }
+  while (auto completion = executor_->poll()) commit(*completion);
+  if (!in_flight_) {
+    const SchedulerOutput output = scheduler_.schedule(clock_.now_seconds());
+    sampling_.clear();
+    for (const SequenceWork& work : output.sequences) {
+      if (work.samples) sampling_.push_back(work.id);
+    }
+    in_flight_ = !output.sequences.empty();
+    executor_->submit(output);
+  }
+  std::lock_guard lock(mutex_);
+  stats_ = scheduler_.scheduler().stats();
+}
+
+void EngineLoop::add(RequestId id, EngineRequest request) {
+  const double now = clock_.now_seconds();
+  const absl::Status status = scheduler_.add(describe(id, request), now);
+  if (!status.ok()) {
+    request.on_end(status);
+    return;
+  }
+  SamplingParams& sampling = request.sampling;
+  const int64_t tokens = static_cast<int64_t>(request.prompt->ids.size());
+  const int64_t room = config_.scheduler.max_model_len - tokens;
+  sampling.max_tokens = sampling.max_tokens < 0 ? room : std::min(sampling.max_tokens, room);
+  executor_->begin(id, request.prompt, sampling);
+  TextStream stream(sampling, config_.end_tokens);
+  auto live = std::make_unique<Live>(Live{std::move(request), std::move(stream), {}, now});
+  live->result.prompt_tokens = tokens;
+  live_.emplace(id, std::move(live));
+}
+
+SchedRequest EngineLoop::describe(RequestId id, const EngineRequest& request) const {
+  SchedRequest out;
+  out.id = id;
+  out.priority = request.priority;
+  out.prompt = request.prompt->ids;
+  out.cache_salt = request.cache_salt;
+  for (const MediaSpan& span : request.prompt->media) {
+    const ProcessedImage& image = *request.prompt->images[static_cast<size_t>(span.image_index)];
+    MediaItem item;
+    item.key = is_known(image.key) ? MediaKey{image.key} : hash_of(image);
+    item.begin = span.begin;
+    item.length = span.length;
+    item.cost = image.num_patches();
+    item.bytes = span.length * config_.encoder_bytes_a_token;
+    out.media.push_back(item);
+  }
+  return out;
+}
+
+void EngineLoop::commit(const Completion& completion) {
+  if (completion.kind == Completion::Kind::kStep) return commit_step(completion);
+  for (const RequestId id : scheduler_.commit_encode(completion.slot, completion.status.ok())) {
+    end(id, completion.status);
+  }
+}
+
+void EngineLoop::commit_step(const Completion& completion) {
+  in_flight_ = false;
+  if (!completion.status.ok()) {
+    for (const RequestId id : scheduler_.commit_failed(completion.step)) end(id, completion.status);
+    return;
+  }
+  StepTokens tokens{completion.step, {}};
+  for (const SampledToken& token : completion.tokens) tokens.tokens.push_back(token.id);
+  PARVL_CHECK(tokens.tokens.size() == sampling_.size(), "a step gave another number of tokens");
+  // First the scheduler, so that a request that ends here frees what it holds for the next step.
+  scheduler_.commit(tokens);
+  for (size_t i = 0; i < sampling_.size(); ++i) deliver(sampling_[i], completion.tokens[i]);
+}
+
+void EngineLoop::deliver(RequestId id, const SampledToken& token) {
+  const auto found = live_.find(id);
+  if (found == live_.end()) return;  // cancelled while its step ran
+  if (!token.status.ok()) return end(id, token.status);
+  Live& live = *found->second;
+  GenerateResult& result = live.result;
+  const double now = clock_.now_seconds();
+  if (result.token_ids.empty()) {
+    live.first_token = now;
+    result.ttft_ms = (now - live.arrival) * 1e3;
+  } else {
+    result.tpot_ms = (now - live.first_token) * 1e3 / static_cast<double>(result.token_ids.size());
+  }
+  const Tokenizer& tokenizer = prompts().tokenizer();
+  TextStream::Delta delta = live.stream.push(token.id, tokenizer.token_bytes(token.id), tokenizer.is_special(token.id));
+  TokenEvent event{token.id, std::move(delta.text), token.logprob, delta.finish};
+  result.token_ids.push_back(event.token_id);
+  result.text += event.text;
+  if (live.request.sampling.logprobs) result.logprobs.push_back(event.logprob);
+  result.finish = event.finish;
+  live.request.on_token(event);
+  if (event.finish != FinishReason::kNone) end(id, absl::OkStatus());
+}
+
+// Frees everything first: whoever hears of the end may count on it.
+void EngineLoop::end(RequestId id, absl::Status status) {
+  auto live = live_.extract(id);
+  if (live.empty()) return;
+  scheduler_.finish(id);
+  executor_->end(id);
+  const Live& ended = *live.mapped();
+  if (status.ok()) {
+    ended.request.on_end(ended.result);
+  } else {
+    ended.request.on_end(status);
+  }
+}
+
+}  // namespace parvl

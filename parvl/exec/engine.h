@@ -1,0 +1,133 @@
+// The loop that turns requests into tokens: continuous batching over one executor. Torch-free, so that serving and its
+// tests can include it.
+#pragma once
+
+#include <absl/container/flat_hash_map.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "parvl/base/clock.h"
+#include "parvl/base/status.h"
+#include "parvl/exec/generation.h"
+#include "parvl/exec/text_stream.h"
+#include "parvl/media/prompt.h"
+#include "parvl/sched/executor.h"
+#include "parvl/sched/record.h"
+
+namespace parvl {
+
+// An executor that computes with prompts: requests are made known to it before they appear in a step.
+class ModelExecutor : public Executor {
+ public:
+  virtual void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling) = 0;
+  // Forgets the request; a step in flight may still hold it.
+  virtual void end(RequestId id) = 0;
+  // Called from any thread whenever poll has something new. Set once, before the first submit.
+  virtual void set_notify(std::function<void()> notify) = 0;
+};
+
+struct EngineRequest {
+  std::shared_ptr<const Prompt> prompt;
+  SamplingParams sampling;
+  int priority = 0;        // a lower number goes first
+  std::string cache_salt;  // requests of different salts share no prefix
+  // Both on the engine's thread; they must not block. `on_end` comes exactly once and last, also for a cancelled
+  // request (finish kNone) and when the engine stops.
+  std::function<void(const TokenEvent&)> on_token;
+  std::function<void(const absl::StatusOr<GenerateResult>&)> on_end;
+};
+
+// A loaded model that answers many requests at once.
+class Engine {
+ public:
+  virtual ~Engine() = default;  // ends all requests
+
+  // Read-only, any thread.
+  virtual const PromptBuilder& prompts() const = 0;
+  virtual int64_t max_model_len() const = 0;
+  virtual int64_t max_running() const = 0;  // requests that it computes at once; more wait inside
+  // Defaults of generation_config.json over OpenAI's; the caller overwrites what the request names.
+  virtual SamplingParams default_sampling() const = 0;
+  virtual std::string device_name() const = 0;
+
+  // Any thread. What can never run ends with InvalidArgument.
+  virtual RequestId submit(EngineRequest request) = 0;
+  // Any thread. The request ends soon, with finish kNone, unless it has ended.
+  virtual void cancel(RequestId id) = 0;
+  // Any thread; as of the last step.
+  virtual SchedulerStats stats() const = 0;
+};
+
+struct EngineConfig {
+  SchedulerConfig scheduler;
+  std::shared_ptr<const PromptBuilder> prompts;
+  SamplingParams default_sampling;
+  std::vector<TokenId> end_tokens;
+  std::string device_name;
+  int64_t encoder_bytes_a_token = 0;  // of a media token's encoder output
+  RecordedScheduler::Write record;    // null: nothing is recorded
+};
+
+// The engine itself: one thread that schedules, hands steps to the executor and gives out what comes back.
+class EngineLoop : public Engine {
+ public:
+  // `clock` must outlive the engine.
+  EngineLoop(EngineConfig config, std::unique_ptr<ModelExecutor> executor, const Clock& clock);
+  ~EngineLoop() override;
+
+  const PromptBuilder& prompts() const override { return *config_.prompts; }
+  int64_t max_model_len() const override { return config_.scheduler.max_model_len; }
+  int64_t max_running() const override { return config_.scheduler.max_seqs; }
+  SamplingParams default_sampling() const override { return config_.default_sampling; }
+  std::string device_name() const override { return config_.device_name; }
+  RequestId submit(EngineRequest request) override;
+  void cancel(RequestId id) override;
+  SchedulerStats stats() const override;
+
+ private:
+  struct Live {
+    EngineRequest request;
+    TextStream stream;
+    GenerateResult result;
+    double arrival = 0, first_token = 0;  // seconds
+  };
+  struct Command {
+    RequestId id;
+    EngineRequest request;  // without prompt: cancel
+  };
+
+  void loop();
+  void step();
+  void add(RequestId id, EngineRequest request);
+  void commit(const Completion& completion);
+  void commit_step(const Completion& completion);
+  void deliver(RequestId id, const SampledToken& token);
+  void end(RequestId id, absl::Status status);
+  SchedRequest describe(RequestId id, const EngineRequest& request) const;
+
+  EngineConfig config_;
+  std::unique_ptr<ModelExecutor> executor_;
+  const Clock& clock_;
+  RecordedScheduler scheduler_;
+  absl::flat_hash_map<RequestId, std::unique_ptr<Live>> live_;
+  std::vector<RequestId> sampling_;  // of the step in flight, in its order
+  bool in_flight_ = false;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Command> commands_;
+  bool completed_ = false;  // the executor has something
+  bool stopping_ = false;
+  int64_t next_id_ = 1;
+  SchedulerStats stats_;
+  std::thread thread_;
+};
+
+}  // namespace parvl

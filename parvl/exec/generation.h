@@ -1,0 +1,30 @@
+// What a generation gives, token by token and at its end.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "parvl/sched/sampling.h"
+
+namespace parvl {
+
+struct TokenEvent {
+  TokenId token_id = 0;
+  // What may be shown now: whole UTF-8 characters, nothing of a stop string or its possible beginning.
+  std::string text;
+  TokenLogprob logprob;  // filled when asked for
+  FinishReason finish = FinishReason::kNone;
+};
+
+struct GenerateResult {
+  std::vector<TokenId> token_ids;  // the end token included when it ended the text
+  std::string text;
+  std::vector<TokenLogprob> logprobs;
+  FinishReason finish = FinishReason::kNone;
+  int64_t prompt_tokens = 0;
+  double ttft_ms = 0;    // from the call to the first token
+  double tpot_ms = 0;    // mean time a token after the first; 0 with fewer than two tokens
+  double encode_ms = 0;  // vision encoder and projector
+};
+
+}  // namespace parvl

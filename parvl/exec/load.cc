@@ -1,0 +1,79 @@
+#include "parvl/exec/load.h"
+
+#include <limits>
+
+#include "parvl/base/file.h"
+#include "parvl/base/json.h"
+#include "parvl/exec/sampler.h"
+#include "parvl/models/checkpoint.h"
+#include "parvl/nn/device.h"
+
+namespace parvl {
+namespace {
+
+absl::Status read_defaults(const std::string& dir, const ModelSpec& spec, LoadedFiles& out) {
+  for (int64_t id : spec.eos_tokens) out.end_tokens.push_back(static_cast<TokenId>(id));
+  auto config = read_json_file(dir + "/generation_config.json");
+  if (absl::IsNotFound(config.status())) return absl::OkStatus();
+  if (!config.ok()) return config.status();
+  if (!config->is_object()) return invalid(dir, "/generation_config.json is not a JSON object");
+  SamplingParams& s = out.sampling;
+  const absl::Status status = [&]() -> absl::Status {
+    PARVL_ASSIGN_OR_RETURN(s.temperature, json_value<double>(*config, "temperature", s.temperature));
+    PARVL_ASSIGN_OR_RETURN(s.top_p, json_value<double>(*config, "top_p", s.top_p));
+    PARVL_ASSIGN_OR_RETURN(s.top_k, json_value<int64_t>(*config, "top_k", s.top_k));
+    PARVL_ASSIGN_OR_RETURN(s.min_p, json_value<double>(*config, "min_p", s.min_p));
+    PARVL_ASSIGN_OR_RETURN(s.repetition_penalty,
+                           json_value<double>(*config, "repetition_penalty", s.repetition_penalty));
+    PARVL_ASSIGN_OR_RETURN(const bool sample, json_value<bool>(*config, "do_sample", true));
+    if (!sample) s.temperature = 0;
+    return absl::OkStatus();
+  }();
+  PARVL_RETURN_IF_ERROR(with_context(status, dir + "/generation_config.json"));
+  const absl::Status sampling = validate_sampling(s, spec.backbone.vocab);
+  if (!sampling.ok()) return with_context(sampling, dir + "/generation_config.json");
+  if (!config->contains("eos_token_id") || (*config)["eos_token_id"].is_null()) return absl::OkStatus();
+  const Json& eos = (*config)["eos_token_id"];
+  out.end_tokens.clear();
+  for (const Json& id : eos.is_array() ? eos : Json::array({eos})) {
+    if (!id.is_number_integer() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
+      return invalid(dir, "/generation_config.json: 'eos_token_id' must be a token id or a list of them");
+    }
+    out.end_tokens.push_back(id.get<TokenId>());
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<LoadedFiles> load_files(const std::string& dir, const LoadOptions& options) {
+  LoadedFiles out;
+  PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(dir));
+  DType dtype = spec.dtype;
+  if (options.dtype != "auto") {
+    PARVL_ASSIGN_OR_RETURN(dtype, parse_dtype(options.dtype));
+  }
+  out.max_model_len = spec.backbone.max_positions;
+  if (options.max_model_len < 0)
+    return invalid("max-model-len ", options.max_model_len, " is negative (0: the model's)");
+  if (options.max_model_len > out.max_model_len) {
+    return invalid("max-model-len ", options.max_model_len, " is over the model's ", out.max_model_len, " positions");
+  }
+  if (options.max_model_len > 0) out.max_model_len = options.max_model_len;
+  PARVL_ASSIGN_OR_RETURN(out.prompts, PromptBuilder::load(dir));
+  if (out.prompts->has_images()) {
+    const ImageProcessorConfig& images = out.prompts->image_processor().config();
+    PARVL_RETURN_IF_ERROR(check_image_inputs(
+        spec, {images.patch_size, images.temporal_patch_size, images.merge_size, 3, out.prompts->image_token()}, dir));
+  }
+  PARVL_RETURN_IF_ERROR(read_defaults(dir, spec, out));
+  out.model = Model::create(spec);
+  // Before a damaged configuration asks for absurd memory.
+  PARVL_RETURN_IF_ERROR(match_weights(*out.model, dir).status());
+  PARVL_ASSIGN_OR_RETURN(out.device, select_device(options.device));
+  out.model->params().allocate(to_scalar_type(dtype), out.device);
+  PARVL_RETURN_IF_ERROR(load_weights(*out.model, dir));
+  return out;
+}
+
+}  // namespace parvl

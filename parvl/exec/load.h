@@ -1,0 +1,30 @@
+// A Hugging Face directory → a model with its weights on a device, its prompts and its defaults.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "parvl/exec/load_options.h"
+#include "parvl/media/prompt.h"
+#include "parvl/models/model.h"
+#include "parvl/sched/sampling.h"
+
+namespace parvl {
+
+struct LoadedFiles {
+  std::shared_ptr<const PromptBuilder> prompts;
+  std::unique_ptr<Model> model;
+  SamplingParams sampling;  // generation_config.json over OpenAI's defaults
+  std::vector<TokenId> end_tokens;
+  at::Device device = at::kCPU;
+  int64_t max_model_len = 0;
+};
+
+// Errors: exit_code(status) = 2 for a directory that is missing, incomplete or unsupported. Exceptions of libtorch pass
+// through.
+absl::StatusOr<LoadedFiles> load_files(const std::string& dir, const LoadOptions& options);
+
+}  // namespace parvl

@@ -1,0 +1,271 @@
+#include "parvl/exec/torch_executor.h"
+
+#include <ATen/Parallel.h>
+
+#include <deque>
+#include <thread>
+#include <utility>
+
+#include "parvl/base/check.h"
+#include "parvl/exec/kv_cache.h"
+#include "parvl/exec/sampler.h"
+#include "parvl/models/packing.h"
+#include "parvl/nn/device.h"
+
+namespace parvl {
+namespace {
+
+// One request's tensors and choices. Its step's job is the only one that changes it.
+struct RequestState {
+  std::shared_ptr<const Prompt> prompt;
+  std::vector<TokenId> tokens;  // prompt and output
+  RopePositions positions;      // of the prompt
+  Sampler sampler;
+
+  std::array<int64_t, 3> position(int64_t index) const {
+    const int64_t known = static_cast<int64_t>(positions.at.size());
+    if (index < known) return positions.at[static_cast<size_t>(index)];
+    const int64_t after = positions.next + index - known;
+    return {after, after, after};
+  }
+};
+
+struct StepItem {
+  std::shared_ptr<RequestState> state;
+  SequenceWork work;
+  std::vector<at::Tensor> visual;  // by work.media: the encoder's output [tokens, hidden] of the whole item
+};
+
+// Runs jobs one after another on its own thread.
+class JobThread {
+ public:
+  JobThread() : thread_([this] { loop(); }) {}
+  ~JobThread() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    arrived_.notify_one();
+    thread_.join();
+  }
+  void submit(std::function<void()> job) {
+    {
+      std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    arrived_.notify_one();
+  }
+
+ private:
+  void loop() {
+    at::NoGradGuard no_grad;
+    for (;;) {
+      std::function<void()> job;
+      {
+        std::unique_lock lock(mutex_);
+        arrived_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+        if (stopping_) return;
+        job = std::move(jobs_.front());
+        jobs_.pop_front();
+      }
+      job();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<std::function<void()>> jobs_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+class TorchExecutor : public ModelExecutor {
+ public:
+  TorchExecutor(LoadedFiles files, const SchedulerConfig& config)
+      : files_(std::move(files)),
+        config_(config),
+        pages_(model().spec().backbone, model().params().owned().front()->value.scalar_type(), files_.device,
+               config.block_size),
+        attention_(std::make_shared<PagedAttention>(pages_)) {
+    pages_.reserve(config.num_blocks);
+  }
+
+  void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling) override {
+    std::vector<ImageSpan> images;
+    for (const MediaSpan& span : prompt->media) {
+      const ProcessedImage& image = *prompt->images[static_cast<size_t>(span.image_index)];
+      images.push_back({span.begin, {image.grid_t, image.grid_h, image.grid_w}});
+    }
+    RopePositions positions = model().positions(static_cast<int64_t>(prompt->ids.size()), images);
+    Sampler sampler(sampling, files_.end_tokens, prompt->ids);
+    states_.emplace(id, std::make_shared<RequestState>(
+                            RequestState{prompt, prompt->ids, std::move(positions), std::move(sampler)}));
+  }
+  void end(RequestId id) override { states_.erase(id); }
+  void set_notify(std::function<void()> notify) override { notify_ = std::move(notify); }
+
+  void submit(const SchedulerOutput& output) override {
+    for (const SlotId slot : output.evicted) slots_.erase(slot);
+    for (const EncodeWork& work : output.encodes) {
+      const std::shared_ptr<const Prompt> prompt = states_.at(work.id)->prompt;
+      encoder_.submit([this, prompt, work] { encode(*prompt, work); });
+    }
+    if (output.sequences.empty()) return;
+    auto items = std::make_shared<std::vector<StepItem>>();
+    for (const SequenceWork& work : output.sequences) {
+      StepItem item{states_.at(work.id), work, {}};
+      for (const MediaUse& use : work.media) item.visual.push_back(slots_.at(use.slot));
+      items->push_back(std::move(item));
+    }
+    backbone_.submit([this, items, step = output.step] { run_step(*items, step); });
+  }
+
+  std::optional<Completion> poll() override {
+    std::lock_guard lock(mutex_);
+    if (done_.empty()) return std::nullopt;
+    Done done = std::move(done_.front());
+    done_.pop_front();
+    if (done.visual.defined()) slots_.emplace(done.completion.slot, std::move(done.visual));
+    return std::move(done.completion);
+  }
+
+ private:
+  struct Done {
+    Completion completion;
+    at::Tensor visual;  // of an encoding
+  };
+
+  const Model& model() const { return *files_.model; }
+
+  void report(Done done) {
+    {
+      std::lock_guard lock(mutex_);
+      done_.push_back(std::move(done));
+    }
+    notify_();
+  }
+
+  // On the encoder's thread.
+  void encode(const Prompt& prompt, const EncodeWork& work) {
+    Done done;
+    done.completion.kind = Completion::Kind::kEncode;
+    done.completion.slot = work.slot;
+    done.completion.status = catch_exceptions("encoding an image failed", [&] {
+      const MediaSpan& span = prompt.media[static_cast<size_t>(work.item)];
+      const ProcessedImage& image = *prompt.images[static_cast<size_t>(span.image_index)];
+      SequenceInput input;
+      input.images.push_back({0, {image.grid_t, image.grid_h, image.grid_w}});
+      input.pixels.push_back(image.patches.data());
+      done.visual = encode_images(model(), pack_images(model(), {input}, files_.device), files_.device);
+      synchronize(files_.device);
+      return absl::OkStatus();
+    });
+    report(std::move(done));
+  }
+
+  // On the backbone's thread.
+  void run_step(std::vector<StepItem>& items, StepId step) {
+    Done done;
+    done.completion.step = step;
+    done.completion.status = catch_exceptions("a generation step failed", [&] {
+      const at::Tensor logits_SV = forward(items);
+      done.completion.tokens = sample(items, logits_SV);
+      return absl::OkStatus();
+    });
+    if (!done.completion.status.ok()) done.completion.tokens.clear();
+    items.clear();  // encoder outputs may go before anybody hears of the step
+    report(std::move(done));
+  }
+
+  // Logits [S, V] after the last token of each of the S sequences that sample, float32 on the CPU.
+  at::Tensor forward(const std::vector<StepItem>& items) {
+    std::vector<int64_t> ids, visual_rows, sample_rows;
+    std::vector<std::array<int64_t, 3>> positions;
+    std::vector<PagedSequence> sequences;
+    std::vector<at::Tensor> visual;
+    for (const StepItem& item : items) {
+      const SequenceWork& work = item.work;
+      const int64_t base = static_cast<int64_t>(ids.size());
+      for (int64_t i = work.begin; i < work.begin + work.count; ++i) {
+        ids.push_back(item.state->tokens[static_cast<size_t>(i)]);
+        positions.push_back(item.state->position(i));
+      }
+      for (size_t m = 0; m < work.media.size(); ++m) {
+        const MediaSpan& span = item.state->prompt->media[static_cast<size_t>(work.media[m].item)];
+        const int64_t from = std::max(span.begin, work.begin);
+        const int64_t to = std::min(span.begin + span.length, work.begin + work.count);
+        visual.push_back(item.visual[m].narrow(0, from - span.begin, to - from));
+        for (int64_t i = from; i < to; ++i) visual_rows.push_back(base + i - work.begin);
+      }
+      PagedSequence sequence{{}, work.begin, work.count};
+      for (const BlockId block : work.blocks) sequence.blocks.push_back(block.value);
+      sequences.push_back(std::move(sequence));
+      if (work.samples) sample_rows.push_back(base + work.count - 1);
+    }
+    BackboneBatch batch;
+    const auto to_device = [&](const std::vector<int64_t>& values) {
+      return at::tensor(values, at::kLong).to(files_.device);
+    };
+    batch.ids = to_device(ids);
+    batch.rope = model().backbone().rope(positions, files_.device);
+    attention_->begin(std::move(sequences));
+    batch.attention = attention_;
+    Bundle in;
+    if (!visual.empty()) {
+      batch.visual_rows = to_device(visual_rows);
+      in.set("visual", at::cat(visual, 0));
+    }
+    const at::Tensor hidden = run_pieces(model().backbone().pieces(batch), in).at("hidden");
+    if (sample_rows.empty()) {
+      synchronize(files_.device);
+      return {};
+    }
+    return model()
+        .backbone()
+        .logits(hidden.index_select(0, to_device(sample_rows)))
+        .to(at::kCPU, at::kFloat)
+        .contiguous();
+  }
+
+  std::vector<SampledToken> sample(const std::vector<StepItem>& items, const at::Tensor& logits_SV) {
+    std::vector<RequestState*> states;
+    for (const StepItem& item : items) {
+      if (item.work.samples) states.push_back(item.state.get());
+    }
+    std::vector<SampledToken> out(states.size());
+    at::parallel_for(0, static_cast<int64_t>(states.size()), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const size_t vocab = static_cast<size_t>(logits_SV.size(1));
+        RequestState& state = *states[static_cast<size_t>(i)];
+        auto choice = state.sampler.choose({logits_SV.data_ptr<float>() + static_cast<size_t>(i) * vocab, vocab});
+        SampledToken& token = out[static_cast<size_t>(i)];
+        token.status = choice.status();
+        if (!choice.ok()) continue;
+        token.id = choice->token_id;
+        token.logprob = std::move(choice->logprob);
+        state.sampler.accept(token.id);
+        state.tokens.push_back(token.id);
+      }
+    });
+    return out;
+  }
+
+  LoadedFiles files_;
+  SchedulerConfig config_;
+  KvPages pages_;
+  std::shared_ptr<PagedAttention> attention_;
+  // The caller's thread only.
+  absl::flat_hash_map<RequestId, std::shared_ptr<RequestState>> states_;
+  absl::flat_hash_map<SlotId, at::Tensor> slots_;
+  std::mutex mutex_;
+  std::deque<Done> done_;
+  std::function<void()> notify_;
+  JobThread backbone_, encoder_;  // last: they use all of the above until they are joined
+};
+
+}  // namespace
+
+std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config) {
+  return std::make_unique<TorchExecutor>(std::move(files), config);
+}
+
+}  // namespace parvl

@@ -1,0 +1,15 @@
+// The executor that computes on this process's device: one thread for steps, one for encoders.
+#pragma once
+
+#include <memory>
+
+#include "parvl/exec/engine.h"
+#include "parvl/exec/load.h"
+
+namespace parvl {
+
+// Takes the model; KV memory for the scheduler's blocks is set aside here (on the CPU the system gives it page by page
+// as it is used). Throws libtorch's exceptions when the device has too little.
+std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config);
+
+}  // namespace parvl
