@@ -55,8 +55,8 @@ absl::Status run(char** argv, int argc) {
   const int64_t prompt_tokens = std::stoll(argv[4]), new_tokens = std::stoll(argv[5]), repeats = std::stoll(argv[6]);
   PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(dir));
   GeneratorOptions options;
-  options.dtype = dtype;
-  options.device = "cpu";
+  options.load.dtype = dtype;
+  options.load.device = "cpu";
   const RealClock clock;
   options.clock = &clock;
   const double load_start = clock.now_seconds();
