@@ -9,11 +9,19 @@
 
 namespace parvl {
 
-// A line of requests in order of arrival. The first `credits` of them may be prepared and run (as many as run at once,
-// and the next, made ready meanwhile: what is decoded in memory stays bounded); the rest wait with nothing but their
-// bytes. At most `capacity` are in the line.
+// A line of requests, each as heavy as it has choices to generate. Those whose turn has come, up to a weight of
+// `credits`, may be prepared and run (as many as run at once, and the next, made ready meanwhile: what is decoded in
+// memory stays bounded); the rest wait with nothing but their bytes. Turns go by priority, then by arrival; a request
+// that kMaxPassed later ones have passed goes before all priorities, so that none waits for ever.
 class Admission {
  public:
+  static constexpr int kMaxPassed = 16;
+
+  struct Entry {
+    size_t weight = 1;
+    int priority = 0;  // a lower number goes first
+  };
+
   // A place in the line, given back when destroyed. Must not outlive the Admission.
   class Ticket {
    public:
@@ -24,18 +32,22 @@ class Admission {
 
    private:
     friend class Admission;
-    Ticket(Admission& line, std::function<void()> on_credit) : line_(line), on_credit_(std::move(on_credit)) {}
+    Ticket(Admission& line, const Entry& entry, std::function<void()> on_credit)
+        : line_(line), entry_(entry), on_credit_(std::move(on_credit)) {}
     Admission& line_;
+    const Entry entry_;
     std::function<void()> on_credit_;
     bool credit_ = false;
-    std::list<Ticket*>::iterator place_;
+    int passed_ = 0;                      // by how many that came later
+    std::list<Ticket*>::iterator place_;  // while it waits
   };
 
   Admission(size_t capacity, size_t credits) : capacity_(capacity), credits_(credits) {}
 
-  // nullptr when the line is full. `on_credit` is called when the ticket's turn comes, at once if it is there already.
-  std::unique_ptr<Ticket> enter(std::function<void()> on_credit);
-  size_t size() const { return size_; }  // any thread
+  // nullptr when the line is full; the last one to come in may be heavier than what was left. `on_credit` is called
+  // when the ticket's turn comes, at once if it is there already.
+  std::unique_ptr<Ticket> enter(const Entry& entry, std::function<void()> on_credit);
+  size_t size() const { return size_; }  // the weight in the line; any thread
   // Fewer credits take none back.
   void set_limits(size_t capacity, size_t credits);
   // Nobody's turn comes any more.
@@ -43,9 +55,11 @@ class Admission {
 
  private:
   void grant();
+  std::list<Ticket*>::iterator next_turn();
 
   size_t capacity_, credits_;
-  std::list<Ticket*> line_;
+  size_t granted_ = 0;          // the weight of those whose turn has come
+  std::list<Ticket*> waiting_;  // by arrival
   std::atomic<size_t> size_{0};
 };
 

@@ -24,7 +24,7 @@ struct LoadedModel {
   explicit LoadedModel(std::unique_ptr<Engine> engine, int64_t max_images);
   std::unique_ptr<Engine> engine;
   PromptLimits limits;
-  ChatRules rules;
+  RequestRules rules;
   const PromptBuilder& prompts() const { return engine->prompts(); }
 };
 

@@ -22,8 +22,8 @@ absl::StatusOr<std::string> required_string(const Json& object, const char* key,
   return it->get<std::string>();
 }
 
-absl::Status parse_image(const Json& part, const std::string& where, const ChatRules& rules, ChatRequest& request,
-                         Message& message) {
+absl::Status parse_image(const Json& part, const std::string& where, const RequestRules& rules,
+                         GenerateRequest& request, Message& message) {
   const std::string place = where + ".image_url";
   if (!rules.takes_images) return wrong(where, "is an image, and " + rules.why_no_images);
   const auto it = part.find("image_url");
@@ -47,7 +47,7 @@ absl::Status parse_image(const Json& part, const std::string& where, const ChatR
   return absl::OkStatus();
 }
 
-absl::Status parse_part(const Json& part, const std::string& where, const ChatRules& rules, ChatRequest& request,
+absl::Status parse_part(const Json& part, const std::string& where, const RequestRules& rules, GenerateRequest& request,
                         Message& message) {
   if (!part.is_object()) return wrong(where, "must be an object with `type`");
   PARVL_ASSIGN_OR_RETURN(const std::string type, required_string(part, "type", where));
@@ -62,7 +62,8 @@ absl::Status parse_part(const Json& part, const std::string& where, const ChatRu
   return wrong(where + ".type", "is " + excerpt(type) + "; text and image_url are known");
 }
 
-absl::Status parse_message(const Json& json, const std::string& where, const ChatRules& rules, ChatRequest& request) {
+absl::Status parse_message(const Json& json, const std::string& where, const RequestRules& rules,
+                           GenerateRequest& request) {
   if (!json.is_object()) return wrong(where, "must be an object with `role` and `content`");
   Message message;
   PARVL_ASSIGN_OR_RETURN(message.role, required_string(json, "role", where));
@@ -96,7 +97,7 @@ absl::Status parse_message(const Json& json, const std::string& where, const Cha
 
 }  // namespace
 
-absl::Status parse_messages(const Json& messages, const ChatRules& rules, ChatRequest& request) {
+absl::Status parse_messages(const Json& messages, const RequestRules& rules, GenerateRequest& request) {
   if (!messages.is_array()) {
     return wrong("messages", absl::StrCat("must be a list of messages, found ", messages.type_name()));
   }

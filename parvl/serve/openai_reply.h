@@ -1,4 +1,4 @@
-// What a chat completion looks like on the wire. Pure.
+// What an answer looks like on the wire. Pure, but for the tokenizer that it reads.
 #pragma once
 
 #include <cstdint>
@@ -13,37 +13,48 @@ namespace parvl {
 
 struct Usage {
   int64_t prompt_tokens = 0;
+  int64_t cached_tokens = 0;  // of the prompt's
   int64_t completion_tokens = 0;
 };
 
-// One completion's unchanging part.
-class CompletionFormat {
- public:
-  // `include_usage`: chunks carry "usage": null, as OpenAI's do when usage was asked for.
-  CompletionFormat(std::string id, std::string model, int64_t created, bool include_usage)
-      : id_(std::move(id)), model_(std::move(model)), created_(created), include_usage_(include_usage) {}
+// One of the answers to a request: all of it, or what a stream has not shown yet.
+struct Choice {
+  int64_t index = 0;
+  std::string text;
+  std::vector<TokenLogprob> logprobs;
+  FinishReason finish = FinishReason::kNone;
+};
 
-  // Server-sent events ("data: {...}\n\n"). `logprobs`: null, or what logprob_entries gave.
-  std::string role_event() const;
-  std::string content_event(const std::string& text, const Json& logprobs) const;
-  std::string finish_event(FinishReason reason) const;
+// One reply's unchanging part, and the texts made with it.
+class ReplyFormat {
+ public:
+  struct Head {
+    std::string id, model;
+    int64_t created = 0;         // seconds since 1970
+    bool logprobs = false;       // were asked for
+    bool include_usage = false;  // chunks carry "usage": null, as OpenAI's do when usage was asked for
+  };
+  // `tokenizer` must outlive it.
+  ReplyFormat(Head head, const Tokenizer& tokenizer) : head_(std::move(head)), tokenizer_(tokenizer) {}
+
+  // Server-sent events ("data: {...}\n\n").
+  std::string start_event(int64_t index) const;
+  std::string content_event(const Choice& choice) const;
+  std::string finish_event(const Choice& choice) const;
   std::string usage_event(const Usage& usage) const;
 
-  std::string completion(const std::string& text, const Json& logprobs, FinishReason reason, const Usage& usage) const;
+  std::string whole(const std::vector<Choice>& choices, const Usage& usage) const;
 
  private:
   std::string chunk_event(Json choices, Json usage) const;
+  Json logprobs_json(const Choice& choice) const;
 
-  std::string id_, model_;
-  int64_t created_;
-  bool include_usage_;
+  Head head_;
+  const Tokenizer& tokenizer_;
 };
 
 inline constexpr char kDoneEvent[] = "data: [DONE]\n\n";
 // `event: error` with the error object as data.
 std::string error_event(const std::string& error_body);
-
-// {"token", "logprob", "bytes", "top_logprobs"} for one token.
-Json logprob_entry(const TokenLogprob& logprob, const Tokenizer& tokenizer);
 
 }  // namespace parvl

@@ -1,4 +1,4 @@
-// A chat completion request: JSON → plain data. Pure; nothing is loaded or decoded here.
+// A request to generate: JSON → plain data. Pure; nothing is loaded or decoded here.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,31 @@ struct MediaReference {
   std::string where;  // "messages[0].content[1].image_url"
 };
 
-struct ChatRequest {
+// Sizes that images are brought to; 0: as the model's image processor has it.
+struct PixelRange {
+  int64_t min_pixels = 0;
+  int64_t max_pixels = 0;
+};
+
+struct GenerateRequest {
   std::string model;  // "": left out
   std::vector<Message> messages;
   std::vector<MediaReference> images;  // by ContentPart::image_index
+  PixelRange pixels;
   SamplingParams sampling;
   bool has_seed = false;
+  int64_t n = 1;  // choices; each is a generation of its own
+  int priority = 0;
+  std::string cache_salt;
   bool stream = false;
   bool include_usage = false;
   std::vector<std::string> unknown_fields;
 };
 
+inline constexpr int64_t kMaxChoices = 128;  // of one request
+
 // What the request's gaps are filled with and its numbers are held against.
-struct ChatRules {
+struct RequestRules {
   SamplingParams defaults;
   int64_t vocab_size = 0;
   bool takes_images = false;
@@ -39,9 +51,9 @@ struct ChatRules {
 };
 
 // Every error is an answer's status (api_error.h): 400 with `param` naming the field.
-absl::StatusOr<ChatRequest> parse_chat_request(std::string_view body, const ChatRules& rules);
+absl::StatusOr<GenerateRequest> parse_chat_request(std::string_view body, const RequestRules& rules);
 
 // The `messages` array alone (openai_messages.cc); appends to request.messages and request.images.
-absl::Status parse_messages(const Json& messages, const ChatRules& rules, ChatRequest& request);
+absl::Status parse_messages(const Json& messages, const RequestRules& rules, GenerateRequest& request);
 
 }  // namespace parvl

@@ -36,7 +36,26 @@ absl::StatusOr<Image> decode_item(const std::string& bytes, const ImageLimits& l
   return image;
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(const ChatRequest& request,
+// The model's image processor with the request's sizes.
+absl::StatusOr<ImageProcessor> processor_for(const PixelRange& pixels, const ImageProcessor& of_model) {
+  ImageProcessorConfig config = of_model.config();
+  if (pixels.min_pixels > 0) config.min_pixels = pixels.min_pixels;
+  if (pixels.max_pixels > 0) config.max_pixels = pixels.max_pixels;
+  const bool changed = pixels.min_pixels > 0 || pixels.max_pixels > 0;
+  if (changed && !config.do_resize) {
+    return api_error(400, "mm_processor_kwargs: this model's image processor does not resize, so leave them out", "",
+                     "mm_processor_kwargs");
+  }
+  if (config.min_pixels > config.max_pixels) {
+    return api_error(400,
+                     absl::StrCat("mm_processor_kwargs: min_pixels (", config.min_pixels,
+                                  ") must not be above max_pixels (", config.max_pixels, ")"),
+                     "", "mm_processor_kwargs");
+  }
+  return ImageProcessor(std::move(config));
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(const GenerateRequest& request,
                                                                                const ImageProcessor& processor,
                                                                                int64_t max_model_len,
                                                                                const MediaPolicy& policy) {
@@ -79,7 +98,7 @@ PromptLimits prompt_limits(const Engine& engine) {
   return limits;
 }
 
-absl::StatusOr<Prompt> prepare_prompt(const ChatRequest& request, const PromptBuilder& prompts,
+absl::StatusOr<Prompt> prepare_prompt(const GenerateRequest& request, const PromptBuilder& prompts,
                                       const PromptLimits& limits, const MediaPolicy& policy) {
   size_t text_bytes = 0;
   for (const Message& message : request.messages) {
@@ -91,7 +110,8 @@ absl::StatusOr<Prompt> prepare_prompt(const ChatRequest& request, const PromptBu
   }
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   if (!request.images.empty()) {
-    PARVL_ASSIGN_OR_RETURN(images, load_images(request, prompts.image_processor(), limits.max_model_len, policy));
+    PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, processor_for(request.pixels, prompts.image_processor()));
+    PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy));
   }
   absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), {});
   if (!prompt.ok()) return with_field(prompt.status(), "messages");

@@ -17,7 +17,7 @@ PromptLimits prompt_limits(const Engine& engine);
 
 // Thread-safe. Errors are answers' statuses: 400 over the context (naming the limit), 413 an image over a cap, 422 an
 // image that cannot be read or decoded (naming the item), and the chat template's own refusals (400).
-absl::StatusOr<Prompt> prepare_prompt(const ChatRequest& request, const PromptBuilder& prompts,
+absl::StatusOr<Prompt> prepare_prompt(const GenerateRequest& request, const PromptBuilder& prompts,
                                       const PromptLimits& limits, const MediaPolicy& policy);
 
 }  // namespace parvl

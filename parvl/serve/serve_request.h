@@ -1,4 +1,4 @@
-// One chat completion, from its body to its last byte.
+// One request to generate, from its body to its last byte.
 #pragma once
 
 #include "parvl/serve/async.h"

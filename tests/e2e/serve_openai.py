@@ -48,7 +48,8 @@ class OpenAiClient(unittest.TestCase):
         self.assertEqual(chunks[-2].choices[0].finish_reason, whole.choices[0].finish_reason)
         self.assertIsNone(chunks[-2].choices[0].delta.content)
         self.assertEqual(chunks[-1].choices, [])
-        self.assertEqual(chunks[-1].usage, whole.usage)
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):  # how many were cached may differ
+            self.assertEqual(getattr(chunks[-1].usage, name), getattr(whole.usage, name))
 
     def test_text_alone(self):
         self.assertIsNotNone(self.create(messages=[{"role": "user", "content": "is it red?"}]).choices[0].message.content)
@@ -63,6 +64,29 @@ class OpenAiClient(unittest.TestCase):
         self.assertEqual(first.choices[0].message.content, second.choices[0].message.content)
         self.assertEqual(first.usage.completion_tokens, 20)
         self.assertEqual(first.choices[0].finish_reason, "length")
+
+    def test_choices_have_seeds_of_their_own(self):
+        fields = {"temperature": 1.5, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+        reply = self.create(n=3, seed=11, **fields)
+        self.assertEqual([choice.index for choice in reply.choices], [0, 1, 2])
+        alone = [self.create(seed=11 + i, **fields) for i in range(3)]
+        self.assertEqual([choice.message.content for choice in reply.choices], [one.choices[0].message.content for one in alone])
+        self.assertEqual(reply.usage.prompt_tokens, alone[0].usage.prompt_tokens)
+        self.assertEqual(reply.usage.completion_tokens, 36)
+        texts = {0: "", 1: "", 2: ""}
+        for chunk in self.create(n=3, seed=11, stream=True, **fields):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        self.assertEqual(list(texts.values()), [choice.message.content for choice in reply.choices])
+
+    def test_cached_tokens(self):
+        fields = {"messages": ask("what is seen twice? " * 8), "extra_body": {"cache_salt": "test_cached_tokens"}}
+        first, again = self.create(**fields), self.create(**fields)
+        other = self.create(messages=fields["messages"], extra_body={"cache_salt": "another"})
+        self.assertEqual(first.usage.prompt_tokens_details.cached_tokens, 0)
+        self.assertGreater(again.usage.prompt_tokens_details.cached_tokens, 0)
+        self.assertEqual(other.usage.prompt_tokens_details.cached_tokens, 0)
+        self.assertEqual(again.choices[0].message.content, first.choices[0].message.content)
 
     def test_logprobs(self):
         reply = self.create(logprobs=True, top_logprobs=3)

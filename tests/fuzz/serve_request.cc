@@ -15,8 +15,8 @@ std::vector<std::string> fuzz_seeds() {
       R"( "top_k": -1, "min_p": 0, "seed": -5, "stop": ["a", "b"], "stop_token_ids": [1], "n": 1, "logprobs": true,)"
       R"( "top_logprobs": 3, "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1,)"
       R"( "logit_bias": {"5": -100}, "ignore_eos": true, "min_tokens": 2, "max_completion_tokens": 3})",
-      R"({"messages": "x", "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "priority": 0,)"
-      R"( "cache_salt": "s", "mm_processor_kwargs": {}, "modalities": ["text"], "function_call": "auto", "functions": []})",
+      R"({"messages": "x", "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "priority": -3,)"
+      R"( "n": 2, "cache_salt": "s", "mm_processor_kwargs": {"max_pixels": 9}, "modalities": ["text"], "function_call": "auto", "functions": []})",
       R"({"messages": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "video_url"}, {"type": 5}]}]})",
       "data:image/png;base64,aGVs\r\nbG8-_%3D",
       "data:,a%20b%",
@@ -39,7 +39,7 @@ void require_refusal(const absl::Status& status) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
-  parvl::ChatRules rules;
+  parvl::RequestRules rules;
   rules.vocab_size = 100;
   rules.takes_images = true;
   rules.max_images = 2;
@@ -49,6 +49,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   } else {
     FUZZ_REQUIRE(!request->messages.empty());
     FUZZ_REQUIRE(static_cast<int64_t>(request->images.size()) <= rules.max_images);
+    FUZZ_REQUIRE(request->n >= 1 && request->n <= parvl::kMaxChoices);
     FUZZ_REQUIRE(parvl::validate_sampling(request->sampling, rules.vocab_size).ok());
   }
   parvl::MediaPolicy policy;

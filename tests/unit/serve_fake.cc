@@ -159,6 +159,11 @@ void FakeEngine::cancel(RequestId id) {
   for (Job& job : jobs_) job.cancelled |= job.id == id;
 }
 
+SchedulerStats FakeEngine::stats() const {
+  std::lock_guard lock(script_->mutex);
+  return script_->stats;
+}
+
 bool FakeEngine::stopped(const Job& job) {
   std::lock_guard lock(mutex_);
   return stopping_ || job.cancelled;
@@ -184,6 +189,8 @@ absl::StatusOr<GenerateResult> FakeEngine::generate(Job& job) {
     std::lock_guard lock(script_->mutex);
     script_->prompts.push_back(*job.request.prompt);
     script_->samplings.push_back(job.request.sampling);
+    script_->priorities.push_back(job.request.priority);
+    script_->salts.push_back(job.request.cache_salt);
     ++script_->started;
     script_->changed.notify_all();
   }
@@ -192,7 +199,9 @@ absl::StatusOr<GenerateResult> FakeEngine::generate(Job& job) {
   ++script_->ended;
   if (result.ok() && result->finish == FinishReason::kNone) ++script_->cancelled;
   script_->changed.notify_all();
-  if (result.ok()) result->prompt_tokens = static_cast<int64_t>(job.request.prompt->ids.size());
+  if (!result.ok()) return result;
+  result->prompt_tokens = static_cast<int64_t>(job.request.prompt->ids.size());
+  result->cached_tokens = script_->cached_tokens++;
   return result;
 }
 

@@ -45,6 +45,10 @@ struct FakeScript {
   int64_t started = 0, ended = 0, cancelled = 0;  // generations
   std::vector<Prompt> prompts;
   std::vector<SamplingParams> samplings;
+  std::vector<int> priorities;
+  std::vector<std::string> salts;
+  int64_t cached_tokens = 0;  // what the first generation finds cached; each later one finds one more
+  SchedulerStats stats;
 
   void allow(int64_t tokens) {
     std::lock_guard lock(mutex);
@@ -67,7 +71,7 @@ class FakeEngine : public Engine {
   std::string device_name() const override { return "test"; }
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
-  SchedulerStats stats() const override { return {}; }
+  SchedulerStats stats() const override;
 
  private:
   struct Job {

@@ -106,7 +106,7 @@ class PreparePromptTest : public testing::Test {
     generator_ = std::make_unique<FakeEngine>(std::make_shared<FakeScript>(), folder_.path(), 100);
   }
   absl::StatusOr<Prompt> prepare(const Json& body) {
-    ChatRules rules;
+    RequestRules rules;
     rules.takes_images = true;
     rules.max_images = 2;
     const auto request = parse_chat_request(body.dump(), rules);
@@ -161,6 +161,29 @@ TEST_F(PreparePromptTest, OverACapIs413AndOverTheContext400) {
   const absl::Status status = prepare(body).status();
   EXPECT_EQ(http_status_of(status), 400);
   EXPECT_THAT(std::string(status.message()), HasSubstr("128 tokens, but the context is limited to 100"));
+}
+
+TEST_F(PreparePromptTest, ARequestMayChangeTheSizesOfItsImages) {
+  const auto with_kwargs = [&](const Json& arguments) {
+    Json body = with_part(picture(png(40, 40)));  // 25 tokens, and the model's range is 64 to 4096 pixels
+    body["mm_processor_kwargs"] = arguments;
+    return prepare(body);
+  };
+  const auto whole = with_kwargs(Json::object()), small = with_kwargs({{"max_pixels", 1024}}),
+             large = with_kwargs({{"min_pixels", 2000}, {"max_pixels", 6000}});
+  ASSERT_TRUE(whole.ok() && small.ok() && large.ok()) << small.status() << large.status();
+  EXPECT_EQ(whole->media[0].length, 25);
+  EXPECT_EQ(small->media[0].length, 16);
+  EXPECT_EQ(large->media[0].length, 36);
+  EXPECT_NE(whole->images[0]->key, small->images[0]->key);  // no cache may take one for the other
+  EXPECT_EQ(whole->images[0]->key, with_kwargs({{"max_pixels", 4096}})->images[0]->key);
+  const absl::Status crossed = with_kwargs({{"min_pixels", 5000}}).status();
+  EXPECT_EQ(http_status_of(crossed), 400);
+  EXPECT_EQ(field_of(crossed), "mm_processor_kwargs");
+  EXPECT_THAT(std::string(crossed.message()), HasSubstr("min_pixels (5000) must not be above max_pixels (4096)"));
+  const absl::Status huge = with_kwargs({{"min_pixels", 4'000'000}, {"max_pixels", 4'000'000}}).status();
+  EXPECT_EQ(http_status_of(huge), 400);
+  EXPECT_THAT(std::string(huge.message()), HasSubstr("but the context is limited to 100"));
 }
 
 TEST_F(PreparePromptTest, TextFarOverTheContextIsNotEvenTokenised) {

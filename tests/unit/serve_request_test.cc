@@ -14,8 +14,8 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-ChatRules rules() {
-  ChatRules rules;
+RequestRules rules() {
+  RequestRules rules;
   rules.vocab_size = 300;
   rules.takes_images = true;
   rules.max_images = 2;
@@ -28,7 +28,7 @@ Json with_part(const Json& part) {
   return {{"messages", Json::array({{{"role", "user"}, {"content", Json::array({part})}}})}};
 }
 
-absl::StatusOr<ChatRequest> parse(const Json& body) { return parse_chat_request(body.dump(), rules()); }
+absl::StatusOr<GenerateRequest> parse(const Json& body) { return parse_chat_request(body.dump(), rules()); }
 
 std::string field_of(const absl::Status& status) {
   const auto payload = status.GetPayload(kFieldPayload);
@@ -79,12 +79,31 @@ TEST(ChatRequestTest, HarmlessValuesOfUnbuiltFieldsAreAccepted) {
                {"tool_choice", "none"},
                {"response_format", {{"type", "text"}}},
                {"priority", 0},
-               {"cache_salt", "s"},
                {"mm_processor_kwargs", Json::object()},
                {"modalities", {"text"}}});
   const auto request = parse(body);
   ASSERT_TRUE(request.ok()) << request.status();
   EXPECT_TRUE(request->unknown_fields.empty());
+}
+
+TEST(ChatRequestTest, FieldsOfTheEngineAndTheImageProcessor) {
+  const auto plain = parse(basic());
+  EXPECT_EQ(plain->n, 1);
+  EXPECT_EQ(plain->priority, 0);
+  EXPECT_EQ(plain->cache_salt, "");
+  EXPECT_EQ(plain->pixels.min_pixels, 0);
+  Json body = basic();
+  body.update({{"n", 128},
+               {"priority", -7},
+               {"cache_salt", "tenant 1"},
+               {"mm_processor_kwargs", {{"min_pixels", nullptr}, {"max_pixels", 5000}}}});
+  const auto request = parse(body);
+  ASSERT_TRUE(request.ok()) << request.status();
+  EXPECT_EQ(request->n, 128);
+  EXPECT_EQ(request->priority, -7);
+  EXPECT_EQ(request->cache_salt, "tenant 1");
+  EXPECT_EQ(request->pixels.min_pixels, 0);
+  EXPECT_EQ(request->pixels.max_pixels, 5000);
 }
 
 TEST(ChatRequestTest, UnknownFieldsAreListed) {
@@ -149,6 +168,14 @@ TEST(ChatRequestTest, WrongValuesAre400AndNameTheField) {
       {"stream", "yes", "stream"},
       {"stream_options", {{"include_usage", true}}, "stream_options"},
       {"n", 0, "n"},
+      {"n", 129, "n"},
+      {"n", "two", "n"},
+      {"priority", 1.5, "priority"},
+      {"priority", int64_t{1} << 31, "priority"},
+      {"cache_salt", 5, "cache_salt"},
+      {"mm_processor_kwargs", 5, "mm_processor_kwargs"},
+      {"mm_processor_kwargs", {{"max_pixels", 0}}, "mm_processor_kwargs"},
+      {"mm_processor_kwargs", {{"min_pixels", "few"}}, "mm_processor_kwargs"},
       {"model", 5, "model"},
       {"messages", "hi", "messages"},
       {"messages", nullptr, "messages"},
@@ -194,13 +221,12 @@ TEST(ChatRequestTest, WrongNumbersAreShown) {
 
 TEST(ChatRequestTest, WhatIsNotBuiltSaysSo) {
   const std::vector<std::pair<const char*, Json>> cases = {
-      {"n", 2},
       {"tools", Json::array({{{"type", "function"}}})},
       {"tool_choice", "required"},
       {"functions", Json::array({1})},
       {"response_format", {{"type", "json_object"}}},
-      {"priority", 5},
-      {"mm_processor_kwargs", {{"max_pixels", 5}}},
+      {"response_format", {{"type", "json_schema"}}},
+      {"mm_processor_kwargs", {{"do_resize", false}}},
       {"modalities", {"text", "audio"}},
   };
   for (const auto& [field, value] : cases) {
@@ -222,7 +248,7 @@ TEST(ChatRequestTest, ImagesAreCountedAndRefusedByATextModel) {
   Json body = with_part(image);
   body["messages"][0]["content"] = Json::array({image, image, image});
   EXPECT_THAT(std::string(parse(body).status().message()), HasSubstr("more than 2 images"));
-  ChatRules text_only = rules();
+  RequestRules text_only = rules();
   text_only.takes_images = false;
   const auto request = parse_chat_request(with_part(image).dump(), text_only);
   EXPECT_THAT(std::string(request.status().message()), HasSubstr("is an image, and this model takes no images"));
@@ -262,27 +288,69 @@ TEST(ApiError, ShortenCutsBetweenCharacters) {
   EXPECT_EQ(shorten("😀😀😀", 8), "😀...");
 }
 
-TEST(AdmissionTest, CreditsGoByArrivalAndPlacesComeBack) {
-  Admission line(3, 2);
+// A line with turns written down in order.
+struct Line {
+  explicit Line(size_t capacity, size_t credits) : admission(capacity, credits) {}
+  std::unique_ptr<Admission::Ticket> enter(int id, const Admission::Entry& entry = {}) {
+    return admission.enter(entry, [this, id] { turns.push_back(id); });
+  }
+  Admission admission;
   std::vector<int> turns;
-  const auto enter = [&](int id) { return line.enter([&turns, id] { turns.push_back(id); }); };
-  auto a = enter(1), b = enter(2), c = enter(3);
-  EXPECT_EQ(enter(4), nullptr);
-  EXPECT_THAT(turns, ElementsAre(1, 2));
+};
+
+TEST(AdmissionTest, CreditsGoByArrivalAndPlacesComeBack) {
+  Line line(3, 2);
+  auto a = line.enter(1), b = line.enter(2), c = line.enter(3);
+  EXPECT_EQ(line.enter(4), nullptr);
+  EXPECT_THAT(line.turns, ElementsAre(1, 2));
   EXPECT_TRUE(a->has_credit());
   EXPECT_FALSE(c->has_credit());
   b.reset();
-  EXPECT_THAT(turns, ElementsAre(1, 2, 3));
-  auto d = enter(5);
+  EXPECT_THAT(line.turns, ElementsAre(1, 2, 3));
+  auto d = line.enter(5);
   c.reset();  // before it was done
-  EXPECT_THAT(turns, ElementsAre(1, 2, 3, 5));
-  EXPECT_EQ(line.size(), 2u);
+  EXPECT_THAT(line.turns, ElementsAre(1, 2, 3, 5));
+  EXPECT_EQ(line.admission.size(), 2u);
 }
 
 TEST(AdmissionTest, CapacityBoundsCredits) {
-  Admission line(1, 2);
-  auto a = line.enter([] {});
-  EXPECT_EQ(line.enter([] {}), nullptr);
+  Line line(1, 2);
+  auto a = line.enter(1);
+  EXPECT_EQ(line.enter(2), nullptr);
+}
+
+TEST(AdmissionTest, ALowerPriorityNumberGoesFirst) {
+  Line line(10, 1);
+  auto running = line.enter(1), last = line.enter(2, {1, 5}), first = line.enter(3, {1, -5}),
+       next = line.enter(4, {1, -5});
+  running.reset();
+  first.reset();
+  next.reset();
+  EXPECT_THAT(line.turns, ElementsAre(1, 3, 4, 2));
+}
+
+TEST(AdmissionTest, NobodyIsPassedForEver) {
+  Line line(1000, 1);
+  auto running = line.enter(0), patient = line.enter(-1, {1, 1});
+  int passed = 0;
+  while (!patient->has_credit() && passed < 1000) {
+    auto next = line.enter(++passed);
+    running = std::move(next);
+  }
+  EXPECT_EQ(passed, Admission::kMaxPassed + 1);  // the last one came while the patient one's turn was there
+}
+
+TEST(AdmissionTest, WeightsTakeCreditsAndCapacity) {
+  Line line(4, 3);
+  auto heavy = line.enter(1, {3, 0});
+  auto next = line.enter(2, {5, 0});  // there was room for one, and it cannot be cut
+  EXPECT_THAT(line.turns, ElementsAre(1));
+  EXPECT_EQ(line.admission.size(), 8u);
+  EXPECT_EQ(line.enter(3), nullptr);
+  heavy.reset();
+  EXPECT_THAT(line.turns, ElementsAre(1, 2));
+  next.reset();
+  EXPECT_EQ(line.admission.size(), 0u);
 }
 
 }  // namespace

@@ -1,0 +1,75 @@
+#include "parvl/serve/answer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "parvl/serve/api_error.h"
+
+namespace parvl {
+
+Answer::Answer(HttpConnection& connection, const Tokenizer& tokenizer, const Options& options)
+    : connection_(connection), options_(options), format_(options.head, tokenizer), choices_(options.choices) {
+  for (size_t i = 0; i < choices_.size(); ++i) choices_[i].choice.index = static_cast<int64_t>(i);
+}
+
+asio::awaitable<void> Answer::take(std::deque<Delta>& deltas) {
+  std::string out;
+  for (Delta& delta : deltas) {
+    ++completion_tokens_;
+    Growing& growing = choices_[delta.choice];
+    growing.choice.text += delta.event.text;
+    growing.choice.finish = delta.event.finish;
+    if (options_.head.logprobs) growing.choice.logprobs.push_back(std::move(delta.event.logprob));
+    if (options_.stream) out += events_of(growing);
+  }
+  deltas.clear();
+  if (!options_.stream) co_return;
+  if (!std::exchange(started_, true)) co_await connection_.begin_stream();
+  co_await connection_.send(std::move(out));
+}
+
+// What a new token lets a stream show.
+std::string Answer::events_of(Growing& growing) const {
+  Choice& choice = growing.choice;
+  const bool ends = choice.finish != FinishReason::kNone;
+  std::string out;
+  if (!std::exchange(growing.started, true)) out += format_.start_event(choice.index);
+  // Log-probabilities of a token whose text still waits go with the chunk that shows it; those of the end token, which
+  // shows nothing, with one of their own.
+  if (!choice.text.empty() || (ends && !choice.logprobs.empty())) {
+    out += format_.content_event(choice);
+    choice.text.clear();
+    choice.logprobs.clear();
+  }
+  if (ends) out += format_.finish_event(choice);
+  return out;
+}
+
+asio::awaitable<void> Answer::finish(Usage usage) {
+  const bool all_ended = std::all_of(choices_.begin(), choices_.end(), [](const Growing& growing) {
+    return growing.choice.finish != FinishReason::kNone;
+  });
+  if (!all_ended) co_return co_await fail(failed("the generation ended without a reason"));
+  usage.completion_tokens = completion_tokens_;
+  if (!options_.stream) {
+    std::vector<Choice> choices;
+    for (Growing& growing : choices_) choices.push_back(std::move(growing.choice));
+    co_await connection_.reply(200, format_.whole(choices, usage));
+    co_return;
+  }
+  const std::string last = options_.head.include_usage ? format_.usage_event(usage) : "";
+  co_await connection_.send(last + kDoneEvent);
+  co_await connection_.end_stream();
+}
+
+asio::awaitable<void> Answer::fail(absl::Status status) {
+  connection_.close_after_this();
+  if (!started_) {
+    co_await connection_.reply_error(std::move(status));
+    co_return;
+  }
+  co_await connection_.send(error_event(error_body(status)));
+  co_await connection_.end_stream();
+}
+
+}  // namespace parvl
