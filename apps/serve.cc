@@ -9,6 +9,7 @@
 
 #include "apps/commands.h"
 #include "parvl/base/json.h"
+#include "parvl/base/log.h"
 #include "parvl/base/signal.h"
 #include "parvl/base/text.h"
 #include "parvl/exec/engine_load.h"
@@ -74,6 +75,19 @@ absl::Status refuse_unavailable(ServeFlags& flags) {
   return absl::OkStatus();
 }
 
+// A line to copy: asks about a small red square, or for a text where the model takes no images.
+std::string example_request(const ServeFlags& flags, const std::string& url, bool takes_images) {
+  constexpr char kRedSquare[] =
+      "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAKklEQVR4nGM4ISdHU8QwasGoBaMWjFowasGoBaMWjF"
+      "owasGoBaMWDBULACXLED3NSh4NAAAAAElFTkSuQmCC";
+  Json content = Json::array();
+  if (takes_images) content.push_back({{"type", "image_url"}, {"image_url", {{"url", kRedSquare}}}});
+  content.push_back({{"type", "text"}, {"text", takes_images ? "What color is this?" : "Hello"}});
+  const Json body = {{"messages", {{{"role", "user"}, {"content", content}}}}, {"max_tokens", 32}};
+  const std::string key = flags.serve.api_keys.empty() ? "" : " -H 'Authorization: Bearer '\"$API_KEY\"";
+  return absl::StrCat("try: curl ", url, "/v1/chat/completions", key, " -d '", body.dump(), "'");
+}
+
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   PARVL_RETURN_IF_ERROR(refuse_unavailable(flags));
@@ -89,10 +103,16 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   flags.serve.stop_descriptor = signal.descriptor();
 
   PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
-  const auto load = [&] { return load_engine(flags.serve.model_dir, flags.engine, context.clock); };
-  const absl::Status status = server->run(load, [&server] {
+  bool takes_images = false;
+  const auto load = [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
+    PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.serve.model_dir, flags.engine, context.clock));
+    takes_images = engine->prompts().has_images();
+    return engine;
+  };
+  const absl::Status status = server->run(load, [&] {
     std::printf("parvl ready %s\n", server->url().c_str());
     std::fflush(stdout);
+    log_info(example_request(flags, server->url(), takes_images));
   });
   if (server->loader_abandoned()) {
     std::fflush(nullptr);

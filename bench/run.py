@@ -58,6 +58,19 @@ class Bench:
                           median(mine, "gemv_gb_s"), "GB/s"))
         print(f"  share of the matrix-vector speed: {self.rows[-1][1]:.2f}", flush=True)
 
+    def batches(self, name, model, dtype, clients, requests, max_prompt, max_new):
+        print(f"{name} ...", flush=True)
+        mine, peer = [], []
+        for _ in range(self.rounds):
+            args = [model, dtype, self.threads, clients, requests, max_prompt, max_new]
+            mine.append(json.loads(self.run([self.build / "bench" / "engine_bench", *args])))
+            peer.append(json.loads(self.python("serve/peer_batch.py", *args).splitlines()[-1]))
+        median = lambda runs, key: statistics.median(r[key] for r in runs)
+        assert mine[0]["tokens"] == peer[0]["tokens"], (mine[0], peer[0])
+        self.row(f"{name}: tokens a second", median(mine, "tokens_s"), median(peer, "tokens_s"), "tokens/s", higher_is_better=True)
+        if clients == 1:
+            self.row(f"{name}: to the first token", median(mine, "ttft_ms"), median(peer, "ttft_ms"), "ms")
+
     def training(self, name, model, micro_batch, steps):
         print(f"{name} ...", flush=True)
         data = self.folder / "data"
@@ -90,11 +103,14 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(args.build.resolve(), args.threads, args.rounds, args.keep or pathlib.Path(temporary))
         half = bench.folder / "shape-0.5b"
-        if not half.exists() and any(args.only in name for name in ("0.5b generate", "0.5b train")):
+        if not half.exists() and any(args.only in name for name in ("0.5b generate", "0.5b engine 1", "0.5b engine 8", "0.5b engine 32", "0.5b train")):
             print("making a random model of 0.56 B parameters ...", flush=True)
             bench.python("make_shape.py", half, "0.5b")
         jobs = {
             "0.5b generate": lambda: bench.generation("0.5B bf16, 128 tokens", half, "bfloat16", 128, 24),
+            "0.5b engine 1": lambda: bench.batches("0.5B bf16, 1 client", half, "bfloat16", 1, 6, 256, 64),
+            "0.5b engine 8": lambda: bench.batches("0.5B bf16, 8 clients", half, "bfloat16", 8, 32, 256, 64),
+            "0.5b engine 32": lambda: bench.batches("0.5B bf16, 32 clients", half, "bfloat16", 32, 96, 256, 64),
             "0.5b train": lambda: bench.training("0.5B bf16 training step", half, 2, 4),
             "easy-vqa": lambda: bench.generation("easy-VQA bf16, image", EXAMPLE, "bfloat16", 0, 32, IMAGE),
         }

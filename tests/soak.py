@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The long runs: every fuzzer for --minutes (default 10), and every unit program again and again in shuffled order for as
-long. Seeds are printed; --seed repeats a run. Ends like tests/run.py."""
+"""The long runs: every fuzzer for --minutes (default 10), every unit program twenty times in shuffled order, and 10,000
+image requests to one server. Seeds are printed; --seed repeats a run. Ends like tests/run.py."""
 import argparse
 import os
 import pathlib
@@ -20,6 +20,10 @@ def soak_suites(build: pathlib.Path, seconds: int, seed: int, only: str, scratch
         command = [str(program), f"--gtest_output=json:{result}", "--gtest_repeat=20", "--gtest_shuffle", "--gtest_brief=1",
                    f"--gtest_random_seed={seed % 99999 + 1}"]
         suites.append(run.Suite("unit", f"unit/{program.name}", command, result))
+    result = str(scratch / "serve_load.json")
+    load = [sys.executable, str(run.ROOT / "tests" / "run.py"), "--run-file", str(run.ROOT / "tests" / "e2e" / "serve_load.py"),
+            "--result", result]
+    suites.append(run.Suite("python", "e2e/serve_load.py", load, result))
     return [s for s in suites if only in s.name]
 
 
@@ -34,10 +38,11 @@ def main() -> int:
     build = pathlib.Path(args.build).resolve()
     seconds = max(1, round(args.minutes * 60))
     print(f"soak: seed {args.seed}, {args.minutes:g} minutes for each fuzzer", flush=True)
-    limits = {"fuzz": seconds + 120, "unit": 3600}
+    limits = {"fuzz": seconds + 120, "unit": 3600, "python": 7200}
     with tempfile.TemporaryDirectory(prefix="parvl-soak-") as scratch:
         suites = soak_suites(build, seconds, args.seed, args.only, pathlib.Path(scratch))
-        return run.conclude(run.run_all(suites, run.environment(build), args.jobs, limits))
+        env = dict(run.environment(build), PARVL_IMAGE_REQUESTS="10000")
+        return run.conclude(run.run_all(suites, env, args.jobs, limits))
 
 
 if __name__ == "__main__":

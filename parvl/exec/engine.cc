@@ -106,17 +106,25 @@ void EngineLoop::step() {
     }
   }
   while (auto completion = executor_->poll()) commit(*completion);
-  if (!in_flight_) {
-    const SchedulerOutput output = scheduler_.schedule(clock_.now_seconds());
-    sampling_.clear();
-    for (const SequenceWork& work : output.sequences) {
-      if (work.samples) sampling_.push_back(work.id);
-    }
-    in_flight_ = !output.sequences.empty();
-    executor_->submit(output);
-  }
+  if (!in_flight_) submit_step();
   std::lock_guard lock(mutex_);
   stats_ = scheduler_.scheduler().stats();
+}
+
+void EngineLoop::submit_step() {
+  const double now = clock_.now_seconds();
+  const SchedulerOutput output = scheduler_.schedule(now);
+  sampling_.clear();
+  for (const SequenceWork& work : output.sequences) {
+    if (work.samples) sampling_.push_back(work.id);
+    Live& live = *live_.at(work.id);
+    if (std::exchange(live.started, true)) continue;
+    live.result.queue_ms = (now - live.arrival) * 1e3;
+    live.result.cached_tokens = work.begin;
+  }
+  for (const EncodeWork& work : output.encodes) encoding_.emplace(work.slot, work.id);
+  in_flight_ = !output.sequences.empty();
+  executor_->submit(output);
 }
 
 void EngineLoop::add(RequestId id, EngineRequest request) {
@@ -158,6 +166,9 @@ SchedRequest EngineLoop::describe(RequestId id, const EngineRequest& request) co
 
 void EngineLoop::commit(const Completion& completion) {
   if (completion.kind == Completion::Kind::kStep) return commit_step(completion);
+  const auto asked = encoding_.extract(completion.slot);
+  const auto live = live_.find(asked.mapped());
+  if (live != live_.end()) live->second->result.encode_ms += completion.seconds * 1e3;
   for (const RequestId id : scheduler_.commit_encode(completion.slot, completion.status.ok())) {
     end(id, completion.status);
   }

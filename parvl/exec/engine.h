@@ -97,6 +97,7 @@ class EngineLoop : public Engine {
     TextStream stream;
     GenerateResult result;
     double arrival = 0, first_token = 0;  // seconds
+    bool started = false;                 // a step has held a part of it
   };
   struct Command {
     RequestId id;
@@ -106,6 +107,7 @@ class EngineLoop : public Engine {
   void loop();
   void step();
   void add(RequestId id, EngineRequest request);
+  void submit_step();
   void commit(const Completion& completion);
   void commit_step(const Completion& completion);
   void deliver(RequestId id, const SampledToken& token);
@@ -117,7 +119,8 @@ class EngineLoop : public Engine {
   const Clock& clock_;
   RecordedScheduler scheduler_;
   absl::flat_hash_map<RequestId, std::unique_ptr<Live>> live_;
-  std::vector<RequestId> sampling_;  // of the step in flight, in its order
+  absl::flat_hash_map<SlotId, RequestId> encoding_;  // for whom
+  std::vector<RequestId> sampling_;                  // of the step in flight, in its order
   bool in_flight_ = false;
 
   mutable std::mutex mutex_;

@@ -1,10 +1,13 @@
 #include "parvl/exec/engine_load.h"
 
+#include <absl/strings/str_format.h>
+
 #include <algorithm>
 #include <fstream>
 #include <memory>
 #include <utility>
 
+#include "parvl/base/log.h"
 #include "parvl/base/memory.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/load.h"
@@ -21,6 +24,8 @@ constexpr int64_t kMaxDefaultKvBytes = int64_t{8} << 30;
 int64_t block_bytes(const BackboneSpec& spec, int64_t block_size, int64_t value_bytes) {
   return 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * value_bytes;
 }
+
+std::string mebibytes(int64_t bytes) { return absl::StrFormat("%.1f", static_cast<double>(bytes) / (1 << 20)); }
 
 absl::StatusOr<SchedulerConfig> plan_memory(const LoadedFiles& files, const EngineOptions& options,
                                             int64_t value_bytes) {
@@ -48,6 +53,18 @@ absl::StatusOr<SchedulerConfig> plan_memory(const LoadedFiles& files, const Engi
   return config;
 }
 
+void log_plan(const LoadedFiles& files, const SchedulerConfig& config, double seconds) {
+  int64_t weights = 0;
+  for (const Param* param : files.model->params().owned()) weights += static_cast<int64_t>(param->value.nbytes());
+  log_info("weights: ", mebibytes(weights), " MiB on ", device_text(files.device), ", loaded in ",
+           absl::StrFormat("%.1f", seconds), " s");
+  const int64_t value_bytes = static_cast<int64_t>(files.model->params().owned().front()->value.element_size());
+  const int64_t bytes = block_bytes(files.model->spec().backbone, config.block_size, value_bytes);
+  log_info("KV memory: ", config.num_blocks * config.block_size, " tokens in ", config.num_blocks, " blocks (",
+           mebibytes(config.num_blocks * bytes), " MiB); up to ", config.max_seqs, " requests of up to ",
+           config.max_model_len, " tokens at once");
+}
+
 absl::StatusOr<RecordedScheduler::Write> open_record(const std::string& path) {
   if (path.empty()) return RecordedScheduler::Write();
   auto file = std::make_shared<std::ofstream>(path, std::ios::binary | std::ios::trunc);
@@ -64,7 +81,9 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
   PARVL_RETURN_IF_ERROR(catch_exceptions("cannot load " + dir, [&]() -> absl::Status {
     EngineConfig config;
     PARVL_ASSIGN_OR_RETURN(config.record, open_record(options.record_path));
+    const double start = clock.now_seconds();
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, load_files(dir, options.load));
+    const double loaded = clock.now_seconds();
     const int64_t value_bytes = static_cast<int64_t>(files.model->params().owned().front()->value.element_size());
     PARVL_ASSIGN_OR_RETURN(config.scheduler, plan_memory(files, options, value_bytes));
     config.prompts = files.prompts;
@@ -72,7 +91,8 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     config.end_tokens = files.end_tokens;
     config.device_name = device_text(files.device);
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * value_bytes;
-    auto executor = make_torch_executor(std::move(files), config.scheduler);
+    log_plan(files, config.scheduler, loaded - start);
+    auto executor = make_torch_executor(std::move(files), config.scheduler, clock);
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();
   }));

@@ -80,9 +80,9 @@ class JobThread {
 
 class TorchExecutor : public ModelExecutor {
  public:
-  TorchExecutor(LoadedFiles files, const SchedulerConfig& config)
+  TorchExecutor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock)
       : files_(std::move(files)),
-        config_(config),
+        clock_(clock),
         pages_(model().spec().backbone, model().params().owned().front()->value.scalar_type(), files_.device,
                config.block_size),
         attention_(std::make_shared<PagedAttention>(pages_)) {
@@ -147,6 +147,7 @@ class TorchExecutor : public ModelExecutor {
   // On the encoder's thread.
   void encode(const Prompt& prompt, const EncodeWork& work) {
     Done done;
+    const double start = clock_.now_seconds();
     done.completion.kind = Completion::Kind::kEncode;
     done.completion.slot = work.slot;
     done.completion.status = catch_exceptions("encoding an image failed", [&] {
@@ -159,12 +160,14 @@ class TorchExecutor : public ModelExecutor {
       synchronize(files_.device);
       return absl::OkStatus();
     });
+    done.completion.seconds = clock_.now_seconds() - start;
     report(std::move(done));
   }
 
   // On the backbone's thread.
   void run_step(std::vector<StepItem>& items, StepId step) {
     Done done;
+    const double start = clock_.now_seconds();
     done.completion.step = step;
     done.completion.status = catch_exceptions("a generation step failed", [&] {
       const at::Tensor logits_SV = forward(items);
@@ -172,6 +175,7 @@ class TorchExecutor : public ModelExecutor {
       return absl::OkStatus();
     });
     if (!done.completion.status.ok()) done.completion.tokens.clear();
+    done.completion.seconds = clock_.now_seconds() - start;
     items.clear();  // encoder outputs may go before anybody hears of the step
     report(std::move(done));
   }
@@ -250,7 +254,7 @@ class TorchExecutor : public ModelExecutor {
   }
 
   LoadedFiles files_;
-  SchedulerConfig config_;
+  const Clock& clock_;
   KvPages pages_;
   std::shared_ptr<PagedAttention> attention_;
   // The caller's thread only.
@@ -264,8 +268,9 @@ class TorchExecutor : public ModelExecutor {
 
 }  // namespace
 
-std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config) {
-  return std::make_unique<TorchExecutor>(std::move(files), config);
+std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config,
+                                                   const Clock& clock) {
+  return std::make_unique<TorchExecutor>(std::move(files), config, clock);
 }
 
 }  // namespace parvl

@@ -9,7 +9,8 @@
 namespace parvl {
 
 // Takes the model; KV memory for the scheduler's blocks is set aside here (on the CPU the system gives it page by page
-// as it is used). Throws libtorch's exceptions when the device has too little.
-std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config);
+// as it is used). `clock` must outlive it. Throws libtorch's exceptions when the device has too little.
+std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config,
+                                                   const Clock& clock);
 
 }  // namespace parvl

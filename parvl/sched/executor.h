@@ -25,6 +25,7 @@ struct Completion {
   StepId step;                       // kStep
   std::vector<SampledToken> tokens;  // kStep: of the sequences that sample, in the step's order
   SlotId slot;                       // kEncode
+  double seconds = 0;                // that computing it took
 };
 
 // Turns a SchedulerOutput into tokens. The real one drives a model, the simulator's asks a cost model. Requests are

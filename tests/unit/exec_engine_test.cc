@@ -5,12 +5,16 @@
 #include <future>
 
 #include "parvl/base/clock.h"
+#include "parvl/base/env.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/exec/generator.h"
 #include "tests/unit/models_fixture.h"
 
 namespace parvl {
 namespace {
+
+// cpu, or what PARVL_TEST_DEVICE says: the same tests run on a GPU.
+std::string test_device() { return get_env("PARVL_TEST_DEVICE", "cpu"); }
 
 constexpr double kLogprobTolerance = 1e-4;
 constexpr double kMargin = 1e-3;  // below it two tokens may change places
@@ -67,9 +71,10 @@ class EngineTest : public ModelDirTest {
     return out;
   }
 
-  std::vector<Case> make_cases(const std::string& dir) {
+  std::vector<Case> make_cases(const std::string& dir, const std::string& dtype = "auto") {
     GeneratorOptions options;
-    options.load.device = "cpu";
+    options.load.device = test_device();
+    options.load.dtype = dtype;
     options.load.max_model_len = kMaxLen;
     auto generator = *Generator::load(dir, options);
     std::vector<Case> cases;
@@ -78,7 +83,7 @@ class EngineTest : public ModelDirTest {
       c.prompt = std::make_shared<const Prompt>(std::move(prompt));
       c.sampling.temperature = cases.size() % 2 == 0 ? 0 : 0.8;
       c.sampling.seed = cases.size();
-      c.sampling.max_tokens = 8 + static_cast<int64_t>(cases.size());
+      c.sampling.max_tokens = 30 + static_cast<int64_t>(cases.size());
       c.sampling.ignore_eos = true;
       c.sampling.logprobs = true;
       c.sampling.top_logprobs = 5;
@@ -90,7 +95,7 @@ class EngineTest : public ModelDirTest {
   }
 
   static std::unique_ptr<Engine> load(const std::string& dir, EngineOptions options) {
-    options.load.device = "cpu";
+    options.load.device = test_device();
     if (options.load.max_model_len == 0) options.load.max_model_len = kMaxLen;
     auto engine = load_engine(dir, options, clock());
     if (!engine.ok()) throw std::runtime_error(engine.status().ToString());
@@ -161,7 +166,7 @@ class EngineTest : public ModelDirTest {
     EXPECT_EQ(engine.stats().waiting, 0);
   }
 
-  static constexpr int64_t kMaxLen = 128;
+  static constexpr int64_t kMaxLen = 256;
 };
 
 class EngineFamilyTest : public EngineTest, public testing::WithParamInterface<const char*> {};
@@ -207,6 +212,21 @@ TEST_P(EngineFamilyTest, EqualsTheGeneratorUnderPreemption) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, EngineFamilyTest, testing::Values("llama", "qwen2", "qwen2_vl", "qwen2_5_vl"));
+
+TEST_F(EngineTest, TheExampleModelInABatchOf32) {
+  const std::string dir = std::string(PARVL_SOURCE_DIR) + "/examples/easy_vqa/model";
+  const std::vector<Case> cases = make_cases(dir, "float32");
+  for (const int64_t chunk : {32, 100, 4096}) {
+    SCOPED_TRACE(chunk);
+    EngineOptions options;
+    options.load.dtype = "float32";
+    options.max_seqs = 32;
+    options.max_batched_tokens = chunk;
+    const auto engine = load(dir, options);
+    run_all(*engine, cases, 4);
+    expect_nothing_held(*engine);
+  }
+}
 
 TEST_F(EngineTest, ACancelledRequestEndsOnceAndFreesAll) {
   const auto engine = load(make_dir("qwen2"), {});
@@ -261,13 +281,14 @@ TEST_F(EngineTest, EndsByLengthAtTheContextAndRefusesWhatIsLonger) {
   longest.ids.push_back(65);
   const auto refused = std::make_shared<Pending>();
   submit(*engine, std::make_shared<const Prompt>(longest), endless, refused);
-  EXPECT_THAT(std::string(refused->end.get_future().get().status().message()), testing::HasSubstr("128"));
+  EXPECT_THAT(std::string(refused->end.get_future().get().status().message()),
+              testing::HasSubstr(std::to_string(kMaxLen)));
 }
 
 TEST_F(EngineTest, RefusesLimitsThatMakeNoSense) {
   const std::string dir = make_dir("qwen2");
   const auto refusal = [&](EngineOptions options) {
-    options.load.device = "cpu";
+    options.load.device = test_device();
     const auto engine = load_engine(dir, options, clock());
     EXPECT_EQ(exit_code(engine.status()), 2);
     return std::string(engine.status().message());

@@ -95,6 +95,31 @@ TEST(Image, DihedralIsAGroupOfEight) {
   EXPECT_EQ(dihedral(dihedral(image, 4), 4).rgb, image.rgb);
 }
 
+TEST(ImageProcessor, KeysDifferWithTheSourceAndWithEverySetting) {
+  const ImageProcessorConfig config;
+  const auto key = ImageProcessor(config).key_of("bytes");
+  EXPECT_EQ(ImageProcessor(config).key_of("bytes"), key);
+  EXPECT_NE(ImageProcessor(config).key_of("byte"), key);
+  EXPECT_NE(ImageProcessor(config).key_of(""), key);
+  const auto differs = [&](auto change) {
+    ImageProcessorConfig other;
+    change(other);
+    return ImageProcessor(other).key_of("bytes") != key;
+  };
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.patch_size = 16; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.temporal_patch_size = 1; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.merge_size = 1; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { ++c.min_pixels; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { ++c.max_pixels; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.do_resize = false; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.do_rescale = false; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.do_normalize = false; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.rescale_factor = 0.5; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.mean[2] = 0.5; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.std[0] = 0.5; }));
+  EXPECT_TRUE(differs([](ImageProcessorConfig& c) { c.resample = 2; }));
+}
+
 TEST(ImageProcessor, TargetSizes) {
   const ImageProcessor processor(ImageProcessorConfig{});
   const auto tiny = processor.target_size(1, 1);

@@ -1,0 +1,24 @@
+// A file's bytes → what a vision encoder reads, wherever that is computed.
+#pragma once
+
+#include <string_view>
+
+#include "parvl/media/image.h"
+#include "parvl/media/image_processor.h"
+
+namespace parvl {
+
+// Thread-safe.
+class ImageSource {
+ public:
+  virtual ~ImageSource() = default;
+  // Decodes and processes; the key is set. ResourceExhausted for a file over a limit, InvalidArgument for one that is
+  // broken, each with the reason.
+  virtual absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits) = 0;
+};
+
+// In this process.
+absl::StatusOr<ProcessedImage> prepare_image(std::string_view file, const ImageLimits& limits,
+                                             const ImageProcessor& processor);
+
+}  // namespace parvl

@@ -1,0 +1,15 @@
+// A process that reads what strangers send gives up what it does not need.
+#pragma once
+
+#include <cstdint>
+
+#include "parvl/base/status.h"
+
+namespace parvl {
+
+// From now on this process can compute in up to `memory_bytes` of address space and read and write descriptor `keep`
+// and standard error; every other descriptor is closed, and opening files, making sockets and starting processes fail
+// with EPERM. Cannot be undone. An error when the kernel lacks seccomp; the process may then have given up a part.
+absl::Status give_up_rights(int64_t memory_bytes, int keep);
+
+}  // namespace parvl

@@ -1,0 +1,178 @@
+#include "parvl/media/worker_pool.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "parvl/media/worker_protocol.h"
+
+namespace parvl {
+namespace {
+
+constexpr int kWorkerSocket = 3;                       // its descriptor in the worker
+constexpr int64_t kMaxReplyFloats = int64_t{1} << 29;  // a worker that was taken over must not make us allocate more
+constexpr uint32_t kMaxReplyText = 2000;
+
+absl::Status unusable(const std::string& why) { return invalid("its decoding was given up: ", why); }
+
+// Whether the numbers fit together; a worker that a picture took over could say anything.
+bool plausible(const WorkerReply& r) {
+  constexpr int32_t kMaxSide = 1 << 16;
+  for (const int32_t side : {r.grid_t, r.grid_h, r.grid_w, r.patch_floats}) {
+    if (side < 1 || side > kMaxSide) return false;
+  }
+  if (r.merge_size < 1 || r.grid_h % r.merge_size != 0 || r.grid_w % r.merge_size != 0) return false;
+  const int64_t patches = int64_t{r.grid_t} * r.grid_h * r.grid_w;
+  return patches <= kMaxReplyFloats / r.patch_floats &&
+         r.floats == static_cast<uint64_t>(patches) * static_cast<uint64_t>(r.patch_floats);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<MediaWorkerPool>> MediaWorkerPool::start(MediaWorkerOptions options,
+                                                                        const Clock& clock) {
+  std::unique_ptr<MediaWorkerPool> pool(new MediaWorkerPool(std::move(options), clock));
+  pool->workers_.resize(static_cast<size_t>(std::max(1, pool->options_.workers)));
+  PARVL_RETURN_IF_ERROR(pool->spawn(pool->workers_.front()));
+  return pool;
+}
+
+MediaWorkerPool::~MediaWorkerPool() {
+  for (Worker& worker : workers_) kill(worker);
+}
+
+std::vector<pid_t> MediaWorkerPool::pids() const {
+  std::lock_guard lock(mutex_);
+  std::vector<pid_t> out;
+  for (const Worker& worker : workers_) {
+    if (worker.pid > 0) out.push_back(worker.pid);
+  }
+  return out;
+}
+
+absl::Status MediaWorkerPool::spawn(Worker& worker) const {
+  int sockets[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0) {
+    return failed("cannot make a socket for a media worker: ", std::strerror(errno));
+  }
+  // Moved out of the way first: dup2 onto itself would leave close-on-exec set.
+  const int theirs = ::fcntl(sockets[1], F_DUPFD_CLOEXEC, 64);
+  ::close(sockets[1]);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, theirs, kWorkerSocket);
+  const std::string socket = std::to_string(kWorkerSocket), memory = std::to_string(options_.memory_bytes);
+  char* const argv[] = {const_cast<char*>(options_.program.c_str()), const_cast<char*>(options_.model_dir.c_str()),
+                        const_cast<char*>(socket.c_str()), const_cast<char*>(memory.c_str()), nullptr};
+  char* const environment[] = {nullptr};  // nothing of ours is its business
+  const int error = ::posix_spawn(&worker.pid, options_.program.c_str(), &actions, nullptr, argv, environment);
+  posix_spawn_file_actions_destroy(&actions);
+  ::close(theirs);
+  worker.socket = sockets[0];
+  if (error != 0) {
+    worker.pid = -1;
+    kill(worker);
+    return failed("cannot start the media worker ", options_.program, ": ", std::strerror(error));
+  }
+  char ready = 0;
+  const Until until{&clock_, clock_.now_ns() + std::chrono::nanoseconds(options_.timeout).count()};
+  if (receive_all(worker.socket, &ready, 1, until).ok()) return absl::OkStatus();
+  kill(worker);
+  return failed("the media worker ", options_.program, " did not start; its reason is on standard error");
+}
+
+void MediaWorkerPool::kill(Worker& worker) {
+  if (worker.socket >= 0) ::close(worker.socket);
+  if (worker.pid > 0) {
+    ::kill(worker.pid, SIGKILL);
+    while (::waitpid(worker.pid, nullptr, 0) < 0 && errno == EINTR) {
+    }
+  }
+  worker.socket = -1;
+  worker.pid = -1;
+}
+
+absl::StatusOr<ProcessedImage> MediaWorkerPool::prepare(std::string_view file, const ImageLimits& limits) {
+  if (file.size() > limits.max_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("it has ", file.size(), " bytes, over the limit of ", limits.max_bytes));
+  }
+  const size_t index = borrow();
+  Worker worker = workers_[index];  // busy: nobody else touches it
+  absl::StatusOr<ProcessedImage> out = unusable("no worker");
+  // One that died while it had nothing to do must not cost this picture.
+  if (worker.pid > 0 && ::waitpid(worker.pid, nullptr, WNOHANG) != 0) {
+    worker.pid = -1;
+    kill(worker);
+  }
+  const absl::Status started = worker.pid > 0 ? absl::OkStatus() : spawn(worker);
+  if (started.ok()) {
+    out = ask(worker, file, limits);
+    // What it said may be half of an answer: only a whole one leaves it fit for the next picture.
+    const bool died = absl::IsUnavailable(out.status()), late = absl::IsDeadlineExceeded(out.status());
+    if (died || late || absl::IsInternal(out.status())) kill(worker);
+    if (died) out = unusable("the decoder died over it (a broken file, or too much memory)");
+    if (late) out = unusable("it took too long");
+  } else {
+    out = started;
+  }
+  give_back(index, worker);
+  return out;
+}
+
+size_t MediaWorkerPool::borrow() {
+  std::unique_lock lock(mutex_);
+  const auto is_free = [](const Worker& worker) { return !worker.busy; };
+  freed_.wait(lock, [&] { return std::any_of(workers_.begin(), workers_.end(), is_free); });
+  const auto worker = std::find_if(workers_.begin(), workers_.end(), is_free);
+  worker->busy = true;
+  return static_cast<size_t>(worker - workers_.begin());
+}
+
+void MediaWorkerPool::give_back(size_t index, Worker worker) {
+  worker.busy = false;
+  {
+    std::lock_guard lock(mutex_);
+    workers_[index] = worker;
+  }
+  freed_.notify_one();
+}
+
+// Unavailable, DeadlineExceeded or Internal when the worker cannot be used any more; else its answer.
+absl::StatusOr<ProcessedImage> MediaWorkerPool::ask(const Worker& worker, std::string_view file,
+                                                    const ImageLimits& limits) const {
+  const Until until{&clock_, clock_.now_ns() + std::chrono::nanoseconds(options_.timeout).count()};
+  const WorkerRequest request{file.size(), limits.max_bytes, limits.max_pixels};
+  PARVL_RETURN_IF_ERROR(send_all(worker.socket, &request, sizeof request, until));
+  PARVL_RETURN_IF_ERROR(send_all(worker.socket, file.data(), file.size(), until));
+  WorkerReply reply;
+  PARVL_RETURN_IF_ERROR(receive_all(worker.socket, &reply, sizeof reply, until));
+  if (reply.code != 0) {
+    if (reply.text_bytes > kMaxReplyText) return failed("a media worker answered nonsense");
+    std::string text(reply.text_bytes, '\0');
+    PARVL_RETURN_IF_ERROR(receive_all(worker.socket, text.data(), text.size(), until));
+    const bool over_limit = reply.code == static_cast<int32_t>(absl::StatusCode::kResourceExhausted);
+    return over_limit ? absl::ResourceExhaustedError(text) : invalid(text);
+  }
+  ProcessedImage out;
+  out.grid_t = reply.grid_t;
+  out.grid_h = reply.grid_h;
+  out.grid_w = reply.grid_w;
+  out.patch_floats = reply.patch_floats;
+  out.merge_size = reply.merge_size;
+  std::memcpy(out.key.data(), reply.key, sizeof reply.key);
+  if (!plausible(reply)) return failed("a media worker answered nonsense");
+  out.patches.resize(reply.floats);
+  PARVL_RETURN_IF_ERROR(receive_all(worker.socket, out.patches.data(), reply.floats * sizeof(float), until));
+  return out;
+}
+
+}  // namespace parvl

@@ -1,0 +1,65 @@
+// Decoding in processes of their own, which have no network, no files and little memory: a decoder that a picture
+// breaks harms that picture's request alone.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "parvl/base/clock.h"
+#include "parvl/media/image_source.h"
+
+namespace parvl {
+
+struct MediaWorkerOptions {
+  std::string program;                        // the worker's executable
+  std::string model_dir;                      // whose preprocessor_config.json it reads before it gives up its rights
+  int workers = 2;                            // pictures decoded at once; further callers wait
+  int64_t memory_bytes = int64_t{2} << 30;    // of one worker's address space
+  std::chrono::milliseconds timeout{30'000};  // for one picture; then the worker is killed
+};
+
+// Starts workers as they are needed and again after one has died.
+class MediaWorkerPool : public ImageSource {
+ public:
+  // Starts the first worker, so that a missing program or a kernel without seccomp is known at once.
+  // `clock` must outlive the pool.
+  static absl::StatusOr<std::unique_ptr<MediaWorkerPool>> start(MediaWorkerOptions options, const Clock& clock);
+  ~MediaWorkerPool() override;
+
+  // InvalidArgument too when the worker died or took too long over this picture.
+  absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits) override;
+
+  std::vector<pid_t> pids() const;  // of the workers that live
+
+ private:
+  struct Worker {
+    pid_t pid = -1;  // -1: not started
+    int socket = -1;
+    bool busy = false;
+  };
+  MediaWorkerPool(MediaWorkerOptions options, const Clock& clock) : options_(std::move(options)), clock_(clock) {}
+  size_t borrow();
+  void give_back(size_t index, Worker worker);
+  absl::Status spawn(Worker& worker) const;
+  static void kill(Worker& worker);
+  absl::StatusOr<ProcessedImage> ask(const Worker& worker, std::string_view file, const ImageLimits& limits) const;
+
+  MediaWorkerOptions options_;
+  const Clock& clock_;
+  mutable std::mutex mutex_;
+  std::condition_variable freed_;
+  std::vector<Worker> workers_;
+};
+
+// The worker's side: answers requests on descriptor `socket` until the other side closes it. Gives up all rights but
+// reading and writing open descriptors and managing its memory before it reads the first request.
+absl::Status run_media_worker(const std::string& model_dir, int socket, int64_t memory_bytes);
+
+}  // namespace parvl

@@ -1,0 +1,37 @@
+// What a media worker and its pool say to each other over a stream socket, on one machine: fixed headers, then bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "parvl/base/clock.h"
+#include "parvl/base/status.h"
+
+namespace parvl {
+
+struct WorkerRequest {
+  uint64_t file_bytes = 0;  // follow
+  uint64_t max_bytes = 0;
+  int64_t max_pixels = 0;
+};
+
+struct WorkerReply {
+  int32_t code = 0;         // absl::StatusCode
+  uint32_t text_bytes = 0;  // not OK: a reason of this length follows, and nothing else
+  int32_t grid_t = 0, grid_h = 0, grid_w = 0, patch_floats = 0, merge_size = 0;
+  uint8_t key[32] = {};
+  uint64_t floats = 0;  // OK: the patches follow
+};
+
+// A point in time to be done by; without a clock: never.
+struct Until {
+  const Clock* clock = nullptr;
+  int64_t ns = 0;
+};
+
+// All of the bytes. Unavailable when the other side is gone, DeadlineExceeded when the time is up. The socket may be
+// blocking or not.
+absl::Status send_all(int socket, const void* data, size_t bytes, const Until& until);
+absl::Status receive_all(int socket, void* data, size_t bytes, const Until& until);
+
+}  // namespace parvl
