@@ -32,7 +32,6 @@ constexpr UnavailableCommand kUnavailable[] = {
     {"profile", "Measures each module's time, memory and communication"},
     {"plan", "Chooses parallelism, pool sizes and placement"},
     {"simulate", "Runs a trace through the scheduler without devices"},
-    {"bench", "Sends a trace to a server and reports its latency"},
     {"ctl", "Operates a running server"},
     {"doctor", "Checks this machine"},
 };
