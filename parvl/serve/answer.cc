@@ -33,13 +33,11 @@ std::string Answer::events_of(Growing& growing) const {
   Choice& choice = growing.choice;
   const bool ends = choice.finish != FinishReason::kNone;
   std::string out;
-  if (!std::exchange(growing.started, true)) out += format_.start_event(choice.index);
+  if (!std::exchange(growing.started, true)) out += format_.start_event(choice);
   // Log-probabilities of a token whose text still waits go with the chunk that shows it; those of the end token, which
   // shows nothing, with one of their own.
   if (!choice.text.empty() || (ends && !choice.logprobs.empty())) {
     out += format_.content_event(choice);
-    choice.text.clear();
-    choice.logprobs.clear();
   }
   if (ends) out += format_.finish_event(choice);
   return out;

@@ -13,6 +13,7 @@
 #include "parvl/base/text.h"
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/serve_request.h"
+#include "parvl/serve/tokenize.h"
 
 namespace parvl {
 namespace {
@@ -20,15 +21,38 @@ namespace {
 constexpr size_t kPoolThreads = 2;        // parse, decode, tokenise
 constexpr size_t kMaxWarnedFields = 256;  // a client cannot grow the list for ever
 
-constexpr char kChat[] = "/v1/chat/completions";
 constexpr char kModels[] = "/v1/models";
 constexpr char kOk[] = R"({"status":"ok"})";
+constexpr char kGet[] = "GET, HEAD, OPTIONS";
+constexpr char kPost[] = "POST, OPTIONS";
+
+struct Route {
+  std::string_view path;
+  const char* methods;
+  bool needs_model = false;
+};
+constexpr Route kRoutes[] = {{"/v1/chat/completions", kPost, true},
+                             {"/v1/completions", kPost, true},
+                             {"/tokenize", kPost, true},
+                             {"/detokenize", kPost, true},
+                             {kModels, kGet, true},
+                             {"/livez", kGet},
+                             {"/readyz", kGet},
+                             {"/health", kGet},
+                             {"/version", kGet},
+                             {"*", "GET, HEAD, POST, OPTIONS"}};  // the server as a whole
+
+// nullptr: there is none.
+const Route* route_of(std::string_view path) {
+  if (path.starts_with(kModels) && path.substr(sizeof kModels - 1).starts_with('/')) path = kModels;
+  const auto* found =
+      std::find_if(std::begin(kRoutes), std::end(kRoutes), [&](const Route& r) { return r.path == path; });
+  return found == std::end(kRoutes) ? nullptr : found;
+}
 
 bool is_probe(std::string_view path) { return path == "/livez" || path == "/readyz" || path == "/health"; }
 
-bool is_unbuilt(std::string_view path) {
-  return path == "/v1/completions" || path == "/tokenize" || path == "/detokenize" || path == "/metrics";
-}
+bool is_unbuilt(std::string_view path) { return path == "/metrics"; }
 
 }  // namespace
 
@@ -98,10 +122,8 @@ absl::Status Gateway::health() const {
 }
 
 std::string Gateway::allowed_methods(std::string_view path) const {
-  if (path == "*") return "GET, HEAD, POST, OPTIONS";  // the server as a whole
-  if (path == kChat) return "POST, OPTIONS";
-  const bool models = path == kModels || path.starts_with("/v1/models/");
-  return models || is_probe(path) || path == "/version" ? "GET, HEAD, OPTIONS" : "";
+  const Route* route = route_of(path);
+  return route == nullptr ? "" : route->methods;
 }
 
 absl::Status Gateway::check_method(const HttpConnection& connection) const {
@@ -110,11 +132,11 @@ absl::Status Gateway::check_method(const HttpConnection& connection) const {
   }
   const std::string_view path = connection.path();
   const std::string allowed = allowed_methods(path);
+  const auto name = http::to_string(connection.method());
+  const std::string method(name.data(), name.size());
   if (allowed.empty() && is_unbuilt(path)) {
     return api_error(400, std::string(path) + " is not available yet", "not_available_yet");
   }
-  const auto name = http::to_string(connection.method());
-  const std::string method(name.data(), name.size());
   if (allowed.empty() || (path == "*" && method != "OPTIONS")) {
     return api_error(404, absl::StrCat("there is no route ", excerpt(path)), "route_not_found");
   }
@@ -126,8 +148,7 @@ absl::Status Gateway::check_method(const HttpConnection& connection) const {
 absl::Status Gateway::check(const HttpConnection& connection) {
   PARVL_RETURN_IF_ERROR(check_key(connection));
   PARVL_RETURN_IF_ERROR(check_method(connection));
-  const std::string_view path = connection.path();
-  const bool needs_model = path == kChat || path.starts_with(kModels);
+  const bool needs_model = route_of(connection.path())->needs_model;
   return needs_model && connection.method() != http::verb::options ? accepts() : absl::OkStatus();
 }
 
@@ -136,10 +157,12 @@ asio::awaitable<void> Gateway::handle(HttpConnection& connection) {
   const std::string_view path = connection.path();
   if (connection.method() == http::verb::options) {
     co_await connection.reply_methods();
-  } else if (path == kChat) {
+  } else if (connection.method() == http::verb::post) {
     absl::Status status = accepts();  // again: the body may have taken its time
     if (!status.ok()) co_return co_await connection.reply_error(std::move(status));
-    co_await serve_chat(*this, connection);
+    if (path == "/tokenize") co_return co_await serve_tokenize(*this, connection);
+    if (path == "/detokenize") co_return co_await serve_detokenize(*this, connection);
+    co_await serve_request(*this, connection, path == "/v1/completions" ? Api::kCompletions : Api::kChat);
   } else if (path == "/livez") {
     co_await connection.reply(200, kOk);
   } else if (path == "/version") {

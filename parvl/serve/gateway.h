@@ -53,9 +53,11 @@ class Gateway : public HttpHandler {
   State state() const { return state_; }
   size_t active() const { return active_.size(); }
 
-  // For serve_request.cc.
+  // For serve_request.cc and tokenize.cc; what is const is for pool threads too.
   const ServeOptions& options() const { return options_; }
   LoadedModel& model() { return *model_; }
+  const LoadedModel& model() const { return *model_; }
+  PromptMaker prompt_maker() const { return {model_->prompts(), model_->limits, options_.media}; }
   Admission& admission() { return admission_; }
   asio::thread_pool& pool() { return pool_; }
   asio::io_context& io() { return io_; }

@@ -72,4 +72,16 @@ absl::Status read_token_ids(const Json& list, const char* field, std::vector<Tok
   return absl::OkStatus();
 }
 
+absl::Status read_model_tokens(const Json& list, const char* field, int64_t vocab_size, std::vector<TokenId>& out) {
+  PARVL_RETURN_IF_ERROR(read_token_ids(list, field, out));
+  for (const TokenId id : out) {
+    if (id >= 0 && id < vocab_size) continue;
+    return api_error(
+        400,
+        absl::StrCat("'", field, "' names token ", id, ", but token ids of this model run from 0 to ", vocab_size - 1),
+        "", field);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace parvl

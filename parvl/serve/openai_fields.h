@@ -37,5 +37,7 @@ absl::Status read_count(const Json& body, const char* field, int64_t low, int64_
 
 // Appends; the ids are only checked to fit their type.
 absl::Status read_token_ids(const Json& list, const char* field, std::vector<TokenId>& out);
+// The same for ids that must be the model's.
+absl::Status read_model_tokens(const Json& list, const char* field, int64_t vocab_size, std::vector<TokenId>& out);
 
 }  // namespace parvl

@@ -32,17 +32,31 @@ Json token_json(TokenId id, float logprob, const Tokenizer& tokenizer) {
           {"bytes", std::move(bytes)}};
 }
 
-Json choice_json(int64_t index, const char* key, Json content, Json logprobs, const Json& finish_reason) {
-  return {
-      {"index", index}, {key, std::move(content)}, {"logprobs", std::move(logprobs)}, {"finish_reason", finish_reason}};
+// `key`: where a choice's content stands ("delta", "message" or "text").
+Json choice_json(const Choice& choice, const char* key, Json content, Json logprobs, const Json& finish_reason) {
+  return {{"index", choice.index},
+          {key, std::move(content)},
+          {"logprobs", std::move(logprobs)},
+          {"finish_reason", finish_reason}};
 }
 
 std::string event(const Json& json) { return "data: " + dump_json(json) + "\n\n"; }
 
 }  // namespace
 
+// Special tokens are hidden.
+int64_t ReplyFormat::shown_characters(TokenId id) const {
+  if (tokenizer_.is_special(id)) return 0;
+  const std::string text = token_text(id, tokenizer_);
+  return std::count_if(text.begin(), text.end(), [](unsigned char c) { return (c & 0xc0) != 0x80; });
+}
+
 Json ReplyFormat::logprobs_json(const Choice& choice) const {
   if (!head_.logprobs) return nullptr;
+  return chat() ? chat_logprobs(choice) : completion_logprobs(choice);
+}
+
+Json ReplyFormat::chat_logprobs(const Choice& choice) const {
   Json content = Json::array();
   for (const TokenLogprob& logprob : choice.logprobs) {
     Json entry = token_json(logprob.token_id, logprob.logprob, tokenizer_);
@@ -53,30 +67,66 @@ Json ReplyFormat::logprobs_json(const Choice& choice) const {
   return {{"content", std::move(content)}};
 }
 
+// The older form: parallel lists. The chosen token is always among the top ones; of tokens that read alike, the
+// likelier is shown.
+Json ReplyFormat::completion_logprobs(const Choice& choice) const {
+  Json tokens = Json::array(), values = Json::array(), tops = Json::array(), offsets = Json::array();
+  int64_t offset = choice.text_offset;
+  for (const TokenLogprob& logprob : choice.logprobs) {
+    const std::string text = token_text(logprob.token_id, tokenizer_);
+    const float value = std::max(logprob.logprob, kLowestLogprob);
+    Json top = {{text, value}};
+    for (const auto& [id, other] : logprob.top)
+      top.emplace(token_text(id, tokenizer_), std::max(other, kLowestLogprob));
+    tokens.push_back(text);
+    values.push_back(value);
+    tops.push_back(std::move(top));
+    offsets.push_back(offset);
+    offset += shown_characters(logprob.token_id);
+  }
+  return {{"tokens", std::move(tokens)},
+          {"token_logprobs", std::move(values)},
+          {"top_logprobs", std::move(tops)},
+          {"text_offset", std::move(offsets)}};
+}
+
+Json ReplyFormat::reply(const char* chat_object, Json choices) const {
+  return {{"id", head_.id},
+          {"object", chat() ? chat_object : "text_completion"},
+          {"created", head_.created},
+          {"model", head_.model},
+          {"choices", std::move(choices)}};
+}
+
 std::string ReplyFormat::chunk_event(Json choices, Json usage) const {
-  Json chunk = {{"id", head_.id},
-                {"object", "chat.completion.chunk"},
-                {"created", head_.created},
-                {"model", head_.model},
-                {"choices", std::move(choices)}};
+  Json chunk = reply("chat.completion.chunk", std::move(choices));
   if (head_.include_usage) chunk["usage"] = std::move(usage);
   return event(chunk);
 }
 
-std::string ReplyFormat::start_event(int64_t index) const {
-  Json delta = {{"role", "assistant"}, {"content", ""}};
-  return chunk_event(Json::array({choice_json(index, "delta", std::move(delta), nullptr, nullptr)}), nullptr);
+std::string ReplyFormat::choice_event(Json choice) const {
+  return chunk_event(Json::array({std::move(choice)}), nullptr);
 }
 
-std::string ReplyFormat::content_event(const Choice& choice) const {
-  Json delta = {{"content", choice.text}};
-  return chunk_event(
-      Json::array({choice_json(choice.index, "delta", std::move(delta), logprobs_json(choice), nullptr)}), nullptr);
+std::string ReplyFormat::start_event(const Choice& choice) const {
+  if (!chat()) return "";
+  Json delta = {{"role", "assistant"}, {"content", ""}};
+  return choice_event(choice_json(choice, "delta", std::move(delta), nullptr, nullptr));
+}
+
+std::string ReplyFormat::content_event(Choice& choice) const {
+  Json logprobs = logprobs_json(choice);
+  for (const TokenLogprob& logprob : choice.logprobs) choice.text_offset += shown_characters(logprob.token_id);
+  choice.logprobs.clear();
+  const std::string text = std::exchange(choice.text, {});
+  return choice_event(chat() ? choice_json(choice, "delta", {{"content", text}}, std::move(logprobs), nullptr)
+                             : choice_json(choice, "text", text, std::move(logprobs), nullptr));
 }
 
 std::string ReplyFormat::finish_event(const Choice& choice) const {
-  return chunk_event(
-      Json::array({choice_json(choice.index, "delta", Json::object(), nullptr, to_string(choice.finish))}), nullptr);
+  const char* reason = to_string(choice.finish);
+  return choice_event(chat() ? choice_json(choice, "delta", Json::object(), nullptr, reason)
+                             : choice_json(choice, "text", "", nullptr, reason));
 }
 
 std::string ReplyFormat::usage_event(const Usage& usage) const { return chunk_event(Json::array(), usage_json(usage)); }
@@ -84,16 +134,14 @@ std::string ReplyFormat::usage_event(const Usage& usage) const { return chunk_ev
 std::string ReplyFormat::whole(const std::vector<Choice>& choices, const Usage& usage) const {
   Json list = Json::array();
   for (const Choice& choice : choices) {
-    Json message = {{"role", "assistant"}, {"content", choice.text}, {"refusal", nullptr}};
-    list.push_back(
-        choice_json(choice.index, "message", std::move(message), logprobs_json(choice), to_string(choice.finish)));
+    const char* reason = to_string(choice.finish);
+    Json content = choice.text;
+    if (chat()) content = {{"role", "assistant"}, {"content", choice.text}, {"refusal", nullptr}};
+    list.push_back(choice_json(choice, chat() ? "message" : "text", std::move(content), logprobs_json(choice), reason));
   }
-  return dump_json({{"id", head_.id},
-                    {"object", "chat.completion"},
-                    {"created", head_.created},
-                    {"model", head_.model},
-                    {"choices", std::move(list)},
-                    {"usage", usage_json(usage)}});
+  Json json = reply("chat.completion", std::move(list));
+  json["usage"] = usage_json(usage);
+  return dump_json(json);
 }
 
 std::string error_event(const std::string& error_body) { return "event: error\ndata: " + error_body + "\n\n"; }

@@ -8,6 +8,7 @@
 #include "parvl/base/json.h"
 #include "parvl/media/tokenizer.h"
 #include "parvl/sched/sampling.h"
+#include "parvl/serve/openai_request.h"
 
 namespace parvl {
 
@@ -22,6 +23,7 @@ struct Choice {
   int64_t index = 0;
   std::string text;
   std::vector<TokenLogprob> logprobs;
+  int64_t text_offset = 0;  // characters that the tokens before those of `logprobs` show
   FinishReason finish = FinishReason::kNone;
 };
 
@@ -29,6 +31,7 @@ struct Choice {
 class ReplyFormat {
  public:
   struct Head {
+    Api api = Api::kChat;
     std::string id, model;
     int64_t created = 0;         // seconds since 1970
     bool logprobs = false;       // were asked for
@@ -38,16 +41,23 @@ class ReplyFormat {
   ReplyFormat(Head head, const Tokenizer& tokenizer) : head_(std::move(head)), tokenizer_(tokenizer) {}
 
   // Server-sent events ("data: {...}\n\n").
-  std::string start_event(int64_t index) const;
-  std::string content_event(const Choice& choice) const;
+  std::string start_event(const Choice& choice) const;  // "" where nothing announces a choice
+  // Takes text and log-probabilities out of the choice.
+  std::string content_event(Choice& choice) const;
   std::string finish_event(const Choice& choice) const;
   std::string usage_event(const Usage& usage) const;
 
   std::string whole(const std::vector<Choice>& choices, const Usage& usage) const;
 
  private:
+  bool chat() const { return head_.api == Api::kChat; }
+  Json reply(const char* chat_object, Json choices) const;
   std::string chunk_event(Json choices, Json usage) const;
+  std::string choice_event(Json choice) const;
+  int64_t shown_characters(TokenId id) const;
   Json logprobs_json(const Choice& choice) const;
+  Json chat_logprobs(const Choice& choice) const;
+  Json completion_logprobs(const Choice& choice) const;
 
   Head head_;
   const Tokenizer& tokenizer_;

@@ -3,9 +3,10 @@
 #include <absl/strings/numbers.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <iterator>
 #include <limits>
+#include <utility>
 
 #include "parvl/base/text.h"
 #include "parvl/exec/sampler.h"
@@ -15,37 +16,37 @@ namespace parvl {
 namespace {
 
 // Fields that are read below; any other is unknown.
-constexpr std::array<std::string_view, 31> kKnownFields = {"messages",
-                                                           "model",
-                                                           "stream",
-                                                           "stream_options",
-                                                           "max_tokens",
-                                                           "max_completion_tokens",
-                                                           "temperature",
-                                                           "top_p",
-                                                           "top_k",
-                                                           "min_p",
-                                                           "seed",
-                                                           "stop",
-                                                           "stop_token_ids",
-                                                           "n",
-                                                           "logprobs",
-                                                           "top_logprobs",
-                                                           "presence_penalty",
-                                                           "frequency_penalty",
-                                                           "repetition_penalty",
-                                                           "logit_bias",
-                                                           "ignore_eos",
-                                                           "min_tokens",
-                                                           "response_format",
-                                                           "tools",
-                                                           "tool_choice",
-                                                           "functions",
-                                                           "function_call",
-                                                           "priority",
-                                                           "cache_salt",
-                                                           "mm_processor_kwargs",
-                                                           "modalities"};
+constexpr std::string_view kCommonFields[] = {"model",
+                                              "stream",
+                                              "stream_options",
+                                              "max_tokens",
+                                              "temperature",
+                                              "top_p",
+                                              "top_k",
+                                              "min_p",
+                                              "seed",
+                                              "stop",
+                                              "stop_token_ids",
+                                              "n",
+                                              "logprobs",
+                                              "presence_penalty",
+                                              "frequency_penalty",
+                                              "repetition_penalty",
+                                              "logit_bias",
+                                              "ignore_eos",
+                                              "min_tokens",
+                                              "response_format",
+                                              "priority",
+                                              "cache_salt"};
+constexpr std::string_view kChatFields[] = {
+    "messages",   "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions", "function_call",
+    "modalities", "mm_processor_kwargs"};
+constexpr std::string_view kCompletionFields[] = {"prompt", "echo", "suffix", "best_of"};
+
+template <typename List>
+bool contains(const List& list, std::string_view name) {
+  return std::find(std::begin(list), std::end(list), name) != std::end(list);
+}
 
 absl::Status read_stops(const Json& body, SamplingParams& sampling) {
   if (const Json* stop = find_field(body, "stop")) {
@@ -102,6 +103,25 @@ absl::Status read_seed(const Json& body, GenerateRequest& request) {
   return absl::OkStatus();
 }
 
+absl::Status read_max_tokens(const Json& body, Api api, SamplingParams& sampling) {
+  const bool newer = api == Api::kChat && find_field(body, "max_completion_tokens") != nullptr;
+  const char* field = newer ? "max_completion_tokens" : "max_tokens";
+  if (find_field(body, field) == nullptr) return absl::OkStatus();
+  PARVL_RETURN_IF_ERROR(read_field(body, field, sampling.max_tokens));
+  if (sampling.max_tokens >= 1) return absl::OkStatus();
+  return api_error(400, absl::StrCat(field, " must be at least 1, found ", sampling.max_tokens), "", field);
+}
+
+// A chat says whether and how many; a completion says both with one number.
+absl::Status read_logprobs(const Json& body, Api api, SamplingParams& sampling) {
+  if (api == Api::kChat) {
+    PARVL_RETURN_IF_ERROR(read_field(body, "logprobs", sampling.logprobs));
+    return read_field(body, "top_logprobs", sampling.top_logprobs);
+  }
+  sampling.logprobs = find_field(body, "logprobs") != nullptr;
+  return read_count(body, "logprobs", 0, SamplingLimits::kMaxTopLogprobs, sampling.top_logprobs);
+}
+
 absl::Status read_sampling(const Json& body, const RequestRules& rules, GenerateRequest& request) {
   SamplingParams& sampling = request.sampling;
   sampling = rules.defaults;
@@ -112,17 +132,10 @@ absl::Status read_sampling(const Json& body, const RequestRules& rules, Generate
   PARVL_RETURN_IF_ERROR(read_field(body, "presence_penalty", sampling.presence_penalty));
   PARVL_RETURN_IF_ERROR(read_field(body, "frequency_penalty", sampling.frequency_penalty));
   PARVL_RETURN_IF_ERROR(read_field(body, "repetition_penalty", sampling.repetition_penalty));
-  const char* max_field = find_field(body, "max_completion_tokens") != nullptr ? "max_completion_tokens" : "max_tokens";
-  if (find_field(body, max_field) != nullptr) {
-    PARVL_RETURN_IF_ERROR(read_field(body, max_field, sampling.max_tokens));
-    if (sampling.max_tokens < 1) {
-      return api_error(400, absl::StrCat(max_field, " must be at least 1, found ", sampling.max_tokens), "", max_field);
-    }
-  }
+  PARVL_RETURN_IF_ERROR(read_max_tokens(body, request.api, sampling));
   PARVL_RETURN_IF_ERROR(read_field(body, "min_tokens", sampling.min_tokens));
   PARVL_RETURN_IF_ERROR(read_field(body, "ignore_eos", sampling.ignore_eos));
-  PARVL_RETURN_IF_ERROR(read_field(body, "logprobs", sampling.logprobs));
-  PARVL_RETURN_IF_ERROR(read_field(body, "top_logprobs", sampling.top_logprobs));
+  PARVL_RETURN_IF_ERROR(read_logprobs(body, request.api, sampling));
   PARVL_RETURN_IF_ERROR(read_stops(body, sampling));
   PARVL_RETURN_IF_ERROR(read_logit_bias(body, sampling));
   PARVL_RETURN_IF_ERROR(read_seed(body, request));
@@ -146,6 +159,7 @@ absl::Status read_stream(const Json& body, GenerateRequest& request) {
 // How the engine is to treat the request.
 absl::Status read_engine_fields(const Json& body, GenerateRequest& request) {
   PARVL_RETURN_IF_ERROR(read_count(body, "n", 1, kMaxChoices, request.n));
+  request.choices = request.n;
   int64_t priority = 0;
   constexpr int64_t kLow = std::numeric_limits<int>::min(), kHigh = std::numeric_limits<int>::max();
   PARVL_RETURN_IF_ERROR(read_count(body, "priority", kLow, kHigh, priority));
@@ -175,8 +189,18 @@ absl::Status read_processor_arguments(const Json& body, PixelRange& pixels) {
   return absl::OkStatus();
 }
 
+absl::Status check_response_format(const Json& body) {
+  const Json* format = find_field(body, "response_format");
+  if (format == nullptr) return absl::OkStatus();
+  if (!format->is_object() || !format->contains("type") || !(*format)["type"].is_string()) {
+    return api_error(400, "'response_format' must be an object with a string `type`", "", "response_format");
+  }
+  const std::string type = (*format)["type"];
+  return type == "text" ? absl::OkStatus() : unavailable("response_format", "the type " + excerpt(type) + " is");
+}
+
 // Fields of the contract whose effect is not built: the value that asks for nothing is accepted, any other refused.
-absl::Status refuse_unavailable(const Json& body) {
+absl::Status refuse_unbuilt_chat(const Json& body) {
   for (const char* field : {"tools", "functions"}) {
     const Json* value = find_field(body, field);
     if (value != nullptr && !value->is_array()) return wrong_type(field, "a list", *value);
@@ -186,13 +210,6 @@ absl::Status refuse_unavailable(const Json& body) {
     const Json* value = find_field(body, field);
     if (value != nullptr && *value != "none" && *value != "auto") return unavailable(field, "tool calling is");
   }
-  if (const Json* format = find_field(body, "response_format")) {
-    if (!format->is_object() || !format->contains("type") || !(*format)["type"].is_string()) {
-      return api_error(400, "'response_format' must be an object with a string `type`", "", "response_format");
-    }
-    const std::string type = (*format)["type"];
-    if (type != "text") return unavailable("response_format", "the type " + excerpt(type) + " is");
-  }
   if (const Json* modalities = find_field(body, "modalities");
       modalities != nullptr && *modalities != Json::array({"text"})) {
     return unavailable("modalities", "output other than [\"text\"] is");
@@ -200,25 +217,84 @@ absl::Status refuse_unavailable(const Json& body) {
   return absl::OkStatus();
 }
 
-}  // namespace
+absl::Status refuse_unbuilt_completion(const Json& body, int64_t n) {
+  bool echo = false;
+  PARVL_RETURN_IF_ERROR(read_field(body, "echo", echo));
+  if (echo) return unavailable("echo", "repeating the prompt in the answer is");
+  std::string suffix;
+  PARVL_RETURN_IF_ERROR(read_field(body, "suffix", suffix));
+  if (!suffix.empty()) return unavailable("suffix", "filling in before a suffix is");
+  int64_t best_of = n;
+  PARVL_RETURN_IF_ERROR(read_field(body, "best_of", best_of));
+  if (best_of != n) return unavailable("best_of", "generating more choices than 'n' is");
+  return absl::OkStatus();
+}
 
-absl::StatusOr<GenerateRequest> parse_chat_request(std::string_view text, const RequestRules& rules) {
-  PARVL_ASSIGN_OR_RETURN(const Json body, parse_body(text, "messages"));
-  GenerateRequest request;
-  PARVL_RETURN_IF_ERROR(read_field(body, "model", request.model));
-  PARVL_RETURN_IF_ERROR(refuse_unavailable(body));
-  PARVL_RETURN_IF_ERROR(read_engine_fields(body, request));
+absl::StatusOr<PlainPrompt> read_prompt(const Json& json, const RequestRules& rules) {
+  if (json.is_string()) return json.get<std::string>();
+  if (!json.is_array()) {
+    return wrong_type("prompt", "a string, a list of strings, a list of token ids, or a list of such lists", json);
+  }
+  std::vector<TokenId> ids;
+  PARVL_RETURN_IF_ERROR(read_model_tokens(json, "prompt", rules.vocab_size, ids));
+  return ids;
+}
+
+absl::Status read_prompts(const Json& body, const RequestRules& rules, GenerateRequest& request) {
+  const Json* prompt = find_field(body, "prompt");
+  if (prompt == nullptr) return api_error(400, "'prompt' is missing", "", "prompt");
+  if (prompt->is_array() && prompt->empty()) {
+    return api_error(400, "'prompt' must hold at least one prompt or token", "", "prompt");
+  }
+  const bool many = prompt->is_array() && !prompt->front().is_number();
+  const auto count = static_cast<int64_t>(many ? prompt->size() : 1);
+  request.choices = count * request.n;
+  if (request.choices > kMaxChoices) {
+    return api_error(
+        400,
+        absl::StrCat("'prompt' holds ", count, " prompts, and with n = ", request.n, " the request asks for ",
+                     request.choices, " choices, over the limit of ", kMaxChoices),
+        "", "prompt");
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    PARVL_ASSIGN_OR_RETURN(PlainPrompt one, read_prompt(many ? (*prompt)[static_cast<size_t>(i)] : *prompt, rules));
+    request.prompts.push_back(std::move(one));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status read_chat(const Json& body, const RequestRules& rules, GenerateRequest& request) {
   PARVL_RETURN_IF_ERROR(read_processor_arguments(body, request.pixels));
-  PARVL_RETURN_IF_ERROR(read_stream(body, request));
-  PARVL_RETURN_IF_ERROR(read_sampling(body, rules, request));
   const Json* messages = find_field(body, "messages");
   if (messages == nullptr) return api_error(400, "'messages' is missing", "", "messages");
-  PARVL_RETURN_IF_ERROR(parse_messages(*messages, rules, request));
+  return parse_messages(*messages, rules, request);
+}
+
+}  // namespace
+
+absl::StatusOr<GenerateRequest> parse_request(std::string_view text, Api api, const RequestRules& rules) {
+  const bool chat = api == Api::kChat;
+  PARVL_ASSIGN_OR_RETURN(const Json body, parse_body(text, chat ? "messages" : "prompt"));
+  GenerateRequest request;
+  request.api = api;
+  PARVL_RETURN_IF_ERROR(read_field(body, "model", request.model));
+  PARVL_RETURN_IF_ERROR(read_engine_fields(body, request));
+  PARVL_RETURN_IF_ERROR(check_response_format(body));
+  PARVL_RETURN_IF_ERROR(chat ? refuse_unbuilt_chat(body) : refuse_unbuilt_completion(body, request.n));
+  PARVL_RETURN_IF_ERROR(read_stream(body, request));
+  PARVL_RETURN_IF_ERROR(read_sampling(body, rules, request));
+  PARVL_RETURN_IF_ERROR(chat ? read_chat(body, rules, request) : read_prompts(body, rules, request));
   for (const auto& [key, value] : body.items()) {
-    if (std::find(kKnownFields.begin(), kKnownFields.end(), key) == kKnownFields.end()) {
-      request.unknown_fields.push_back(key);
-    }
+    const bool known =
+        contains(kCommonFields, key) || (chat ? contains(kChatFields, key) : contains(kCompletionFields, key));
+    if (!known) request.unknown_fields.push_back(key);
   }
+  return request;
+}
+
+absl::StatusOr<GenerateRequest> parse_messages_alone(const Json& body, const RequestRules& rules) {
+  GenerateRequest request;
+  PARVL_RETURN_IF_ERROR(read_chat(body, rules, request));
   return request;
 }
 

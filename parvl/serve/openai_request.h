@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "parvl/base/json.h"
@@ -24,19 +25,33 @@ struct PixelRange {
   int64_t max_pixels = 0;
 };
 
+// The two ways to ask: messages that a template turns into a prompt, or prompts as they are.
+enum class Api { kChat, kCompletions };
+
+using PlainPrompt = std::variant<std::string, std::vector<TokenId>>;
+
 struct GenerateRequest {
+  Api api = Api::kChat;
   std::string model;  // "": left out
   std::vector<Message> messages;
   std::vector<MediaReference> images;  // by ContentPart::image_index
   PixelRange pixels;
+  std::vector<PlainPrompt> prompts;  // instead of messages
   SamplingParams sampling;
   bool has_seed = false;
-  int64_t n = 1;  // choices; each is a generation of its own
+  int64_t n = 1;        // choices a prompt
+  int64_t choices = 1;  // of all prompts; each is a generation of its own
   int priority = 0;
   std::string cache_salt;
   bool stream = false;
   bool include_usage = false;
   std::vector<std::string> unknown_fields;
+
+  void forget_inputs() {
+    messages.clear();
+    images.clear();
+    prompts.clear();
+  }
 };
 
 inline constexpr int64_t kMaxChoices = 128;  // of one request
@@ -51,9 +66,11 @@ struct RequestRules {
 };
 
 // Every error is an answer's status (api_error.h): 400 with `param` naming the field.
-absl::StatusOr<GenerateRequest> parse_chat_request(std::string_view body, const RequestRules& rules);
+absl::StatusOr<GenerateRequest> parse_request(std::string_view body, Api api, const RequestRules& rules);
 
-// The `messages` array alone (openai_messages.cc); appends to request.messages and request.images.
+// `messages` with their images and sizes of images, and no other field.
+absl::StatusOr<GenerateRequest> parse_messages_alone(const Json& body, const RequestRules& rules);
+// The `messages` array (openai_messages.cc); appends to request.messages and request.images.
 absl::Status parse_messages(const Json& messages, const RequestRules& rules, GenerateRequest& request);
 
 }  // namespace parvl

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
+#include <variant>
 
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/media_source.h"
@@ -9,13 +11,28 @@
 namespace parvl {
 namespace {
 
-absl::Status over_the_context(const std::string& what, int64_t max_model_len) {
-  return api_error(
-      400,
-      absl::StrCat(what, ", but the context is limited to ", max_model_len,
-                   " tokens, one of them for the answer (--max-model-len); shorten the messages or send fewer "
-                   "or smaller images"),
-      "context_length_exceeded", "messages");
+absl::Status over_the_context(const std::string& what, int64_t max_model_len, Api api) {
+  const bool chat = api == Api::kChat;
+  return api_error(400,
+                   absl::StrCat(what, ", but the context is limited to ", max_model_len,
+                                " tokens, one of them for the answer (--max-model-len); ",
+                                chat ? "shorten the messages or send fewer or smaller images" : "shorten the prompt"),
+                   "context_length_exceeded", chat ? "messages" : "prompt");
+}
+
+// Text far over the limit is refused before it is tokenised.
+absl::Status check_text_bytes(size_t bytes, const PromptLimits& limits, Api api) {
+  const int64_t at_least = static_cast<int64_t>(bytes / limits.longest_token_bytes);
+  if (at_least < limits.max_model_len) return absl::OkStatus();
+  return over_the_context(
+      absl::StrCat(api == Api::kChat ? "the messages have" : "the prompt has", " at least ", at_least, " tokens"),
+      limits.max_model_len, api);
+}
+
+absl::Status check_length(const std::string& name, const Prompt& prompt, const PromptLimits& limits, Api api) {
+  const int64_t length = static_cast<int64_t>(prompt.ids.size());
+  if (length < limits.max_model_len) return absl::OkStatus();
+  return over_the_context(absl::StrCat(name, " has ", length, " tokens"), limits.max_model_len, api);
 }
 
 // The image, or 413 over a cap, 422 when it is broken.
@@ -73,7 +90,7 @@ absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(c
     if (target.ok()) tokens += (target->width / unit) * (target->height / unit);
     if (tokens >= max_model_len) {  // before the pixels of all of them fill the memory
       return over_the_context(absl::StrCat("the images up to number ", i + 1, " need ", tokens, " tokens"),
-                              max_model_len);
+                              max_model_len, Api::kChat);
     }
     absl::StatusOr<ProcessedImage> processed = processor.process(*image);
     if (!processed.ok()) {
@@ -98,28 +115,58 @@ PromptLimits prompt_limits(const Engine& engine) {
   return limits;
 }
 
-absl::StatusOr<Prompt> prepare_prompt(const GenerateRequest& request, const PromptBuilder& prompts,
-                                      const PromptLimits& limits, const MediaPolicy& policy) {
+absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request, const PromptOptions& options) const {
   size_t text_bytes = 0;
   for (const Message& message : request.messages) {
     for (const ContentPart& part : message.content) text_bytes += part.text.size();
   }
-  const int64_t at_least = static_cast<int64_t>(text_bytes / limits.longest_token_bytes);
-  if (at_least >= limits.max_model_len) {
-    return over_the_context(absl::StrCat("the messages have at least ", at_least, " tokens"), limits.max_model_len);
-  }
+  PARVL_RETURN_IF_ERROR(check_text_bytes(text_bytes, limits, Api::kChat));
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   if (!request.images.empty()) {
     PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, processor_for(request.pixels, prompts.image_processor()));
     PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy));
   }
-  absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), {});
+  absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), options);
   if (!prompt.ok()) return with_field(prompt.status(), "messages");
-  const int64_t length = static_cast<int64_t>(prompt->ids.size());
-  if (length >= limits.max_model_len) {
-    return over_the_context(absl::StrCat("the prompt has ", length, " tokens"), limits.max_model_len);
-  }
+  PARVL_RETURN_IF_ERROR(check_length("the prompt", *prompt, limits, Api::kChat));
   return prompt;
+}
+
+absl::StatusOr<std::vector<TokenId>> PromptMaker::tokens_of(const std::string& text, bool add_special_tokens) const {
+  PARVL_RETURN_IF_ERROR(check_text_bytes(text.size(), limits, Api::kCompletions));
+  const Tokenizer& tokenizer = prompts.tokenizer();
+  return add_special_tokens ? tokenizer.encode_with_prefix(text, true) : tokenizer.encode(text, true);
+}
+
+absl::StatusOr<Prompt> PromptMaker::prepare_plain(const PlainPrompt& plain, const std::string& name) const {
+  Prompt prompt;
+  if (const auto* ids = std::get_if<std::vector<TokenId>>(&plain)) {
+    prompt.ids = *ids;
+  } else {
+    PARVL_ASSIGN_OR_RETURN(prompt.ids, tokens_of(std::get<std::string>(plain)));
+  }
+  if (prompt.ids.empty()) return api_error(400, name + " is empty; it needs at least one token", "", "prompt");
+  if (std::find(prompt.ids.begin(), prompt.ids.end(), prompts.image_token()) != prompt.ids.end()) {
+    return api_error(400, name + " holds the placeholder of an image; send images to /v1/chat/completions", "",
+                     "prompt");
+  }
+  PARVL_RETURN_IF_ERROR(check_length(name, prompt, limits, Api::kCompletions));
+  return prompt;
+}
+
+absl::StatusOr<std::vector<Prompt>> PromptMaker::prepare(const GenerateRequest& request) const {
+  std::vector<Prompt> made;
+  if (request.api == Api::kChat) {
+    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_chat(request));
+    made.push_back(std::move(prompt));
+  }
+  const size_t count = request.prompts.size();
+  for (size_t i = 0; i < count; ++i) {
+    const std::string name = count == 1 ? "the prompt" : absl::StrCat("prompt ", i + 1, " of ", count);
+    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_plain(request.prompts[i], name));
+    made.push_back(std::move(prompt));
+  }
+  return made;
 }
 
 }  // namespace parvl

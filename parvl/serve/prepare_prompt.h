@@ -1,5 +1,9 @@
-// A request's messages and images → the prompt a generator takes. Runs on a worker thread: it decodes and resizes.
+// A request's messages and images, or its texts → the prompts that the engine takes. Runs on a worker thread: it
+// decodes and resizes.
 #pragma once
+
+#include <string>
+#include <vector>
 
 #include "parvl/base/status.h"
 #include "parvl/exec/engine.h"
@@ -17,7 +21,20 @@ PromptLimits prompt_limits(const Engine& engine);
 
 // Thread-safe. Errors are answers' statuses: 400 over the context (naming the limit), 413 an image over a cap, 422 an
 // image that cannot be read or decoded (naming the item), and the chat template's own refusals (400).
-absl::StatusOr<Prompt> prepare_prompt(const GenerateRequest& request, const PromptBuilder& prompts,
-                                      const PromptLimits& limits, const MediaPolicy& policy);
+struct PromptMaker {
+  const PromptBuilder& prompts;
+  const PromptLimits& limits;
+  const MediaPolicy& policy;
+
+  // One for the messages, or one for each plain prompt.
+  absl::StatusOr<std::vector<Prompt>> prepare(const GenerateRequest& request) const;
+  absl::StatusOr<Prompt> prepare_chat(const GenerateRequest& request, const PromptOptions& options = {}) const;
+  // A text as it is, which may name special tokens: who may write the whole prompt may write these too.
+  // `add_special_tokens`: with the tokens that the tokenizer puts around a text. May be over the context, but not far.
+  absl::StatusOr<std::vector<TokenId>> tokens_of(const std::string& text, bool add_special_tokens = true) const;
+
+ private:
+  absl::StatusOr<Prompt> prepare_plain(const PlainPrompt& plain, const std::string& name) const;
+};
 
 }  // namespace parvl

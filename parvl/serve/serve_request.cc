@@ -15,54 +15,64 @@ namespace {
 // the io thread's.
 struct Deltas {
   std::shared_ptr<Wakeup> wakeup;  // the connection's
+  const size_t n;  // choices a prompt
   std::deque<Delta> waiting;
   size_t running = 0;         // generations that have not ended
   absl::Status failure;       // of the first one that failed
-  int64_t cached_tokens = 0;  // of the prompt
+  int64_t cached_tokens = 0;  // of the prompts
 
   void ended(size_t choice, const absl::StatusOr<GenerateResult>& result) {
     --running;
     if (failure.ok()) failure = result.status();
-    if (result.ok() && choice == 0) cached_tokens = result->cached_tokens;  // later choices find what it computed
+    const bool first = choice % n == 0;  // of its prompt; the others find what this one computed, which is no news
+    if (result.ok() && first) cached_tokens += result->cached_tokens;
     wakeup->notify();
   }
 };
 
-// One generation a choice, whose seeds follow each other.
-std::vector<RequestId> start_generations(Gateway& gateway, Prompt prompt, const GenerateRequest& request,
-                                         const std::shared_ptr<Deltas>& deltas) {
+// One generation of `job`, for the choice with that index.
+RequestId start_generation(Gateway& gateway, EngineRequest job, size_t choice, const std::shared_ptr<Deltas>& deltas) {
   asio::io_context& io = gateway.io();
-  EngineRequest job;
-  job.prompt = std::make_shared<const Prompt>(std::move(prompt));
-  job.sampling = request.sampling;
-  if (!request.has_seed) job.sampling.seed = gateway.random_seed();
-  job.priority = request.priority;
-  job.cache_salt = request.cache_salt;
+  job.on_token = [&io, deltas, choice](const TokenEvent& event) {
+    asio::post(io, [deltas, choice, event] {
+      deltas->waiting.push_back({choice, event});
+      deltas->wakeup->notify();
+    });
+  };
+  job.on_end = [&gateway, &io, deltas, choice](const absl::StatusOr<GenerateResult>& result) {
+    asio::post(io, [&gateway, deltas, choice, result] {
+      gateway.generation_ended(result);
+      deltas->ended(choice, result);
+    });
+  };
+  ++deltas->running;
+  return gateway.model().engine->submit(std::move(job));
+}
+
+// `n` generations a prompt, whose seeds follow each other.
+std::vector<RequestId> start_generations(Gateway& gateway, std::vector<Prompt> prompts, const GenerateRequest& request,
+                                         const std::shared_ptr<Deltas>& deltas) {
   std::vector<RequestId> ids;
-  for (size_t choice = 0; choice < static_cast<size_t>(request.n); ++choice, ++job.sampling.seed) {
-    job.on_token = [&io, deltas, choice](const TokenEvent& event) {
-      asio::post(io, [deltas, choice, event] {
-        deltas->waiting.push_back({choice, event});
-        deltas->wakeup->notify();
-      });
-    };
-    job.on_end = [&gateway, &io, deltas, choice](const absl::StatusOr<GenerateResult>& result) {
-      asio::post(io, [&gateway, deltas, choice, result] {
-        gateway.generation_ended(result);
-        deltas->ended(choice, result);
-      });
-    };
-    ++deltas->running;
-    ids.push_back(gateway.model().engine->submit(job));
+  for (Prompt& prompt : prompts) {
+    EngineRequest job;
+    job.prompt = std::make_shared<const Prompt>(std::move(prompt));
+    job.sampling = request.sampling;
+    if (!request.has_seed) job.sampling.seed = gateway.random_seed();
+    job.priority = request.priority;
+    job.cache_salt = request.cache_salt;
+    for (int64_t i = 0; i < request.n; ++i, ++job.sampling.seed) {
+      ids.push_back(start_generation(gateway, job, ids.size(), deltas));
+    }
   }
   return ids;
 }
 
 Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request, const std::string& model_name) {
   Answer::Options options;
-  options.choices = static_cast<size_t>(request.n);
+  options.choices = static_cast<size_t>(request.choices);
   options.stream = request.stream;
-  options.head.id = "chatcmpl-" + gateway.random_hex();
+  options.head.api = request.api;
+  options.head.id = (request.api == Api::kChat ? "chatcmpl-" : "cmpl-") + gateway.random_hex();
   options.head.model = model_name;
   options.head.created = gateway.clock().wall_ns() / 1'000'000'000;
   options.head.logprobs = request.sampling.logprobs;
@@ -82,13 +92,13 @@ absl::Status queue_full(const Gateway& gateway) {
 
 }  // namespace
 
-asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection) {
+asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection, Api api) {
   const auto cutting = [&gateway] { return gateway.state() == Gateway::State::kCutting; };
   const Gateway::ActiveRequest active(gateway, *connection.wakeup());
 
   // parse
   const LoadedModel& model = gateway.model();
-  auto parse = [&model, body = connection.take_body()] { return parse_chat_request(body, model.rules); };
+  auto parse = [&model, api, body = connection.take_body()] { return parse_request(body, api, model.rules); };
   absl::StatusOr<GenerateRequest> request = co_await run_on(gateway.pool(), std::move(parse));
   if (!request.ok()) co_return co_await connection.reply_error(request.status());
   const std::string model_name = request->model.empty() ? gateway.options().served_names.front() : request->model;
@@ -98,7 +108,7 @@ asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection) {
   gateway.warn_unknown_fields(request->unknown_fields);
 
   // admit
-  const Admission::Entry entry{static_cast<size_t>(request->n), request->priority};
+  const Admission::Entry entry{static_cast<size_t>(request->choices), request->priority};
   const auto ticket = gateway.admission().enter(entry, [&connection] { connection.wakeup()->notify(); });
   if (ticket == nullptr) co_return co_await connection.reply_error(queue_full(gateway));
   connection.watch();
@@ -107,18 +117,17 @@ asio::awaitable<void> serve_chat(Gateway& gateway, HttpConnection& connection) {
   if (cutting()) co_return co_await connection.reply_error(shutting_down());
 
   // preprocess
-  auto prepare = [&] { return prepare_prompt(*request, model.prompts(), model.limits, gateway.options().media); };
-  absl::StatusOr<Prompt> prompt = co_await run_on(gateway.pool(), prepare);
-  request->messages.clear();  // as large as the body, and not needed any more
-  request->images.clear();
+  auto prepare = [&] { return gateway.prompt_maker().prepare(*request); };
+  absl::StatusOr<std::vector<Prompt>> prompts = co_await run_on(gateway.pool(), prepare);
+  request->forget_inputs();  // as large as the body, and not needed any more
   if (connection.gone()) co_return;
-  if (!prompt.ok()) co_return co_await connection.reply_error(prompt.status());
+  if (!prompts.ok()) co_return co_await connection.reply_error(prompts.status());
   Usage usage;
-  usage.prompt_tokens = static_cast<int64_t>(prompt->ids.size());
+  for (const Prompt& prompt : *prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
 
   // enqueue
-  auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup()});
-  const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prompt), *request, deltas);
+  auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), static_cast<size_t>(request->n)});
+  const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prompts), *request, deltas);
 
   // await deltas
   Answer answer(connection, model.prompts().tokenizer(), answer_options(gateway, *request, model_name));

@@ -58,7 +58,7 @@ class ErrorTable(unittest.TestCase):
         self.check(413, post("x" * 2_000_001), says="2000000")
 
     def test_fields(self):
-        for field, value in (("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("max_tokens", 0), ("n", 2), ("n", "x"),
+        for field, value in (("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("max_tokens", 0), ("n", 0), ("n", "x"),
                              ("stop", 5), ("stream", "yes"), ("logit_bias", {"a": 1}), ("top_logprobs", 3), ("seed", "x"),
                              ("tools", [{}]), ("response_format", {"type": "json_object"}), ("model", 5)):
             self.check(400, self.chat(**{field: value}), param=field)
@@ -70,7 +70,7 @@ class ErrorTable(unittest.TestCase):
         self.check(400, self.server.request("GET", "/metrics"), says="not available yet")
         self.check(404, self.server.request("GET", "/"))
         self.check(405, self.server.request("GET", "/v1/chat/completions"))
-        self.check(400, self.server.request("POST", "/v1/completions", {}), says="not available yet")
+        self.check(400, self.server.request("POST", "/v1/completions", {}), says="'prompt' is missing", param="prompt")
         self.assertEqual(self.server.request("GET", "/health")[0], 200)
 
     def test_images(self):

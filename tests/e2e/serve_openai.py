@@ -105,6 +105,53 @@ class OpenAiClient(unittest.TestCase):
         self.assertEqual(reply.choices[0].message.content, shown)
         self.assertEqual(reply.choices[0].finish_reason, "stop")
 
+    def complete(self, **fields):
+        return self.client.completions.create(model="tiny", temperature=0, **fields)
+
+    def test_completion(self):
+        reply = self.complete(prompt="what color", max_tokens=6)
+        self.assertEqual(reply.object, "text_completion")
+        self.assertIn(reply.choices[0].finish_reason, ("stop", "length"))
+        chunks = list(self.complete(prompt="what color", max_tokens=6, stream=True, stream_options={"include_usage": True}))
+        self.assertEqual("".join(chunk.choices[0].text for chunk in chunks if chunk.choices), reply.choices[0].text)
+        self.assertEqual(chunks[-2].choices[0].finish_reason, reply.choices[0].finish_reason)
+        self.assertEqual(chunks[-1].usage.completion_tokens, reply.usage.completion_tokens)
+
+    def test_completions_of_many_prompts(self):
+        headers = {"Authorization": "Bearer sesame"}
+        _, _, tokens = self.server.request("POST", "/tokenize", {"prompt": "is it red?"}, headers)
+        self.assertEqual(tokens["count"], len(tokens["tokens"]))
+        _, _, text = self.server.request("POST", "/detokenize", {"tokens": tokens["tokens"]}, headers)
+        self.assertEqual(text, {"prompt": "is it red?"})
+        fields = {"max_tokens": 5, "extra_body": {"ignore_eos": True}}
+        alone = [self.complete(prompt=prompt, **fields) for prompt in ("what color", "is it red?")]
+        both = self.complete(prompt=["what color", "is it red?"], n=2, **fields)
+        self.assertEqual([choice.text for choice in both.choices], [alone[i // 2].choices[0].text for i in range(4)])
+        self.assertEqual(both.usage.prompt_tokens, sum(one.usage.prompt_tokens for one in alone))
+        ids = self.complete(prompt=[tokens["tokens"], tokens["tokens"]], stream=True, **fields)
+        texts = ["", ""]
+        for chunk in ids:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        self.assertEqual(texts, [alone[1].choices[0].text] * 2)
+
+    def test_completion_logprobs(self):
+        reply = self.complete(prompt="what color", logprobs=2, max_tokens=4, extra_body={"ignore_eos": True})
+        logprobs = reply.choices[0].logprobs
+        self.assertEqual(len(logprobs.tokens), 4)
+        shown = ["" if token.startswith("<|") else token for token in logprobs.tokens]  # special tokens are hidden
+        self.assertEqual("".join(shown), reply.choices[0].text)
+        self.assertEqual(logprobs.text_offset, [len("".join(shown[:i])) for i in range(4)])
+        for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
+            self.assertEqual(top[token], value)
+            self.assertEqual(max(top.values()), value)  # greedy
+
+    def test_tokens_of_messages_are_those_of_the_chat(self):
+        messages = ask(QUESTION, data_uri(png()))
+        status, _, tokens = self.server.request("POST", "/tokenize", {"messages": messages}, {"Authorization": "Bearer sesame"})
+        self.assertEqual(status, 200)
+        self.assertEqual(tokens["count"], self.create().usage.prompt_tokens)
+
     def test_errors_become_the_clients_exceptions(self):
         with self.assertRaises(openai.BadRequestError) as caught:
             self.create(temperature=5)

@@ -18,6 +18,8 @@ std::vector<std::string> fuzz_seeds() {
       R"({"messages": "x", "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "priority": -3,)"
       R"( "n": 2, "cache_salt": "s", "mm_processor_kwargs": {"max_pixels": 9}, "modalities": ["text"], "function_call": "auto", "functions": []})",
       R"({"messages": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "video_url"}, {"type": 5}]}]})",
+      R"({"prompt": ["a", [1, 2]], "n": 2, "logprobs": 3, "echo": false, "suffix": "", "best_of": 2, "max_tokens": 4})",
+      R"({"prompt": [1, 2, 99], "stream": true, "stop": "x"})",
       "data:image/png;base64,aGVs\r\nbG8-_%3D",
       "data:,a%20b%",
       "file:///no/such%20file",
@@ -35,6 +37,14 @@ void require_refusal(const absl::Status& status) {
   FUZZ_REQUIRE(body["error"]["message"].get<std::string>().size() <= 1000);
 }
 
+void parse_completion(const std::string& text, const parvl::RequestRules& rules) {
+  const auto request = parvl::parse_request(text, parvl::Api::kCompletions, rules);
+  if (!request.ok()) return require_refusal(request.status());
+  FUZZ_REQUIRE(!request->prompts.empty());
+  FUZZ_REQUIRE(request->choices == static_cast<int64_t>(request->prompts.size()) * request->n);
+  FUZZ_REQUIRE(request->choices <= parvl::kMaxChoices);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -43,7 +53,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   rules.vocab_size = 100;
   rules.takes_images = true;
   rules.max_images = 2;
-  const auto request = parvl::parse_chat_request(text, rules);
+  parse_completion(text, rules);
+  const auto request = parvl::parse_request(text, parvl::Api::kChat, rules);
   if (!request.ok()) {
     require_refusal(request.status());
   } else {

@@ -109,9 +109,10 @@ class PreparePromptTest : public testing::Test {
     RequestRules rules;
     rules.takes_images = true;
     rules.max_images = 2;
-    const auto request = parse_chat_request(body.dump(), rules);
+    const auto request = parse_request(body.dump(), Api::kChat, rules);
     if (!request.ok()) return request.status();
-    return prepare_prompt(*request, generator_->prompts(), prompt_limits(*generator_), policy_);
+    const PromptLimits limits = prompt_limits(*generator_);
+    return PromptMaker{generator_->prompts(), limits, policy_}.prepare_chat(*request);
   }
   static Json picture(const std::string& bytes) {
     std::string escaped;

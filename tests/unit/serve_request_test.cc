@@ -28,7 +28,7 @@ Json with_part(const Json& part) {
   return {{"messages", Json::array({{{"role", "user"}, {"content", Json::array({part})}}})}};
 }
 
-absl::StatusOr<GenerateRequest> parse(const Json& body) { return parse_chat_request(body.dump(), rules()); }
+absl::StatusOr<GenerateRequest> parse(const Json& body) { return parse_request(body.dump(), Api::kChat, rules()); }
 
 std::string field_of(const absl::Status& status) {
   const auto payload = status.GetPayload(kFieldPayload);
@@ -213,9 +213,9 @@ TEST(ChatRequestTest, WrongNumbersAreShown) {
   };
   for (const auto& [field, message] : cases) {
     const std::string body = R"({"messages": [{"role": "user", "content": "hi"}], )" + field + "}";
-    EXPECT_EQ(parse_chat_request(body, rules()).status().message(), message);
+    EXPECT_EQ(parse_request(body, Api::kChat, rules()).status().message(), message);
   }
-  EXPECT_EQ(parse_chat_request("{x", rules()).status().message().substr(0, 46),
+  EXPECT_EQ(parse_request("{x", Api::kChat, rules()).status().message().substr(0, 46),
             "the body: not valid JSON: parse error at colum");
 }
 
@@ -250,10 +250,10 @@ TEST(ChatRequestTest, ImagesAreCountedAndRefusedByATextModel) {
   EXPECT_THAT(std::string(parse(body).status().message()), HasSubstr("more than 2 images"));
   RequestRules text_only = rules();
   text_only.takes_images = false;
-  const auto request = parse_chat_request(with_part(image).dump(), text_only);
+  const auto request = parse_request(with_part(image).dump(), Api::kChat, text_only);
   EXPECT_THAT(std::string(request.status().message()), HasSubstr("is an image, and this model takes no images"));
   text_only.why_no_images = "a.json is missing";
-  EXPECT_THAT(std::string(parse_chat_request(with_part(image).dump(), text_only).status().message()),
+  EXPECT_THAT(std::string(parse_request(with_part(image).dump(), Api::kChat, text_only).status().message()),
               HasSubstr("is an image, and a.json is missing"));
   EXPECT_EQ(http_status_of(parse(with_part({{"type", "image_url"}})).status()), 400);
   EXPECT_EQ(http_status_of(parse(with_part({{"type", "image_url"}, {"image_url", {{"url", 5}}}})).status()), 400);
@@ -262,12 +262,12 @@ TEST(ChatRequestTest, ImagesAreCountedAndRefusedByATextModel) {
 TEST(ChatRequestTest, HugeAndDeepBodiesAreRefusedBeforeTheyAreBuilt) {
   std::string many = "{\"messages\": [";
   for (int i = 0; i < 1'000'001; ++i) many += "0,";
-  EXPECT_THAT(std::string(parse_chat_request(many + "0]}", rules()).status().message()),
+  EXPECT_THAT(std::string(parse_request(many + "0]}", Api::kChat, rules()).status().message()),
               HasSubstr("1000000 JSON values"));
   const std::string deep = std::string(100'000, '[');
-  EXPECT_EQ(http_status_of(parse_chat_request(deep, rules()).status()), 400);
-  EXPECT_EQ(http_status_of(parse_chat_request("[]", rules()).status()), 400);
-  EXPECT_EQ(http_status_of(parse_chat_request("{\"messages\": \"\xff\"}", rules()).status()), 400);
+  EXPECT_EQ(http_status_of(parse_request(deep, Api::kChat, rules()).status()), 400);
+  EXPECT_EQ(http_status_of(parse_request("[]", Api::kChat, rules()).status()), 400);
+  EXPECT_EQ(http_status_of(parse_request("{\"messages\": \"\xff\"}", Api::kChat, rules()).status()), 400);
 }
 
 TEST(ApiError, ShapeAndLength) {
