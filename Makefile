@@ -1,7 +1,7 @@
 # `make demo` and `make test` are the two commands to know; each installs what is missing first.
 BUILD ?= build
 JOBS ?= $(shell nproc)
-NINJA = cmake --build $(BUILD) -j $(JOBS)
+NINJA = tools/heartbeat.sh build cmake --build $(BUILD) -j $(JOBS)
 # The demo and the tools find the build's libtorch by rpath; nothing is written outside the checkout.
 
 .PHONY: build demo test check soak bench install format clean setup

@@ -21,22 +21,6 @@ for needed in "$parvl" "$model/config.json" "$data/questions.json"; do
   if [ ! -e "$needed" ]; then echo "demo: $needed is missing; run 'make build' first" >&2; exit 1; fi
 done
 
-# Passes lines on, and says that it is still there when none came for almost 5 s.
-with_heartbeat() {
-  local line status start=$SECONDS
-  while true; do
-    status=0
-    IFS= read -r -t 4.7 line || status=$?
-    if [ "$status" = 0 ] || [ -n "$line" ]; then
-      printf '%s\n' "$line"
-    elif [ "$status" -gt 128 ]; then
-      echo "$1 ... $((SECONDS - start)) s"
-    else
-      break
-    fi
-  done
-}
-
 echo "demo: starting $parvl serve --model $model"
 "$parvl" serve --model "$model" --port 0 --served-model-name easy-vqa >"$folder/server.out" 2>"$folder/server.err" &
 server=$!
@@ -66,7 +50,7 @@ train=(timeout --foreground --preserve-status -s TERM "$seconds" "$parvl" train 
 if [ -t 1 ]; then
   "${train[@]}"
 else
-  "${train[@]}" 2>&1 | tee "$folder/train.log" | with_heartbeat "demo: training"
+  tools/heartbeat.sh "demo: training" "${train[@]}" | tee "$folder/train.log"
   python3 examples/demo_client.py losses --log "$folder/train.log"
 fi
 echo "demo: done"
