@@ -5,7 +5,12 @@
 
 namespace parvl {
 
+void Admission::Ticket::leave_line() {
+  if (std::exchange(in_line_, false)) line_.in_line_ -= entry_.weight;
+}
+
 Admission::Ticket::~Ticket() {
+  leave_line();
   if (credit_) {
     line_.granted_ -= entry_.weight;
   } else {
@@ -20,6 +25,7 @@ std::unique_ptr<Admission::Ticket> Admission::enter(const Entry& entry, std::fun
   std::unique_ptr<Ticket> ticket(new Ticket(*this, entry, std::move(on_credit)));
   ticket->place_ = waiting_.insert(waiting_.end(), ticket.get());
   size_ += entry.weight;
+  in_line_ += entry.weight;
   grant();
   return ticket;
 }

@@ -29,6 +29,7 @@ class Admission {
     Ticket(const Ticket&) = delete;
     Ticket& operator=(const Ticket&) = delete;
     bool has_credit() const { return credit_; }
+    void leave_line();  // it waits no longer, but keeps its place
 
    private:
     friend class Admission;
@@ -38,6 +39,7 @@ class Admission {
     const Entry entry_;
     std::function<void()> on_credit_;
     bool credit_ = false;
+    bool in_line_ = true;
     int passed_ = 0;                      // by how many that came later
     std::list<Ticket*>::iterator place_;  // while it waits
   };
@@ -47,7 +49,8 @@ class Admission {
   // nullptr when the line is full; the last one to come in may be heavier than what was left. `on_credit` is called
   // when the ticket's turn comes, at once if it is there already.
   std::unique_ptr<Ticket> enter(const Entry& entry, std::function<void()> on_credit);
-  size_t size() const { return size_; }  // the weight in the line; any thread
+  size_t size() const { return size_; }        // the weight of all places; any thread
+  size_t in_line() const { return in_line_; }  // of those that still wait or are made ready
   // Fewer credits take none back.
   void set_limits(size_t capacity, size_t credits);
   // Nobody's turn comes any more.
@@ -60,6 +63,7 @@ class Admission {
   size_t capacity_, credits_;
   size_t granted_ = 0;          // the weight of those whose turn has come
   std::list<Ticket*> waiting_;  // by arrival
+  size_t in_line_ = 0;
   std::atomic<size_t> size_{0};
 };
 

@@ -40,6 +40,7 @@ constexpr Route kRoutes[] = {{"/v1/chat/completions", kPost, true},
                              {"/readyz", kGet},
                              {"/health", kGet},
                              {"/version", kGet},
+                             {"/metrics", kGet},
                              {"*", "GET, HEAD, POST, OPTIONS"}};  // the server as a whole
 
 // nullptr: there is none.
@@ -51,8 +52,6 @@ const Route* route_of(std::string_view path) {
 }
 
 bool is_probe(std::string_view path) { return path == "/livez" || path == "/readyz" || path == "/health"; }
-
-bool is_unbuilt(std::string_view path) { return path == "/metrics"; }
 
 }  // namespace
 
@@ -71,6 +70,7 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       clock_(clock),
       rng_(options.seed),
       admission_(0, 0),
+      metrics_("colocated", options.served_names.front()),
       pool_(kPoolThreads),
       created_(clock.wall_ns() / 1'000'000'000) {
   for (const std::string& key : options.api_keys) key_hashes_.push_back(sha256_hex(key));
@@ -134,9 +134,6 @@ absl::Status Gateway::check_method(const HttpConnection& connection) const {
   const std::string allowed = allowed_methods(path);
   const auto name = http::to_string(connection.method());
   const std::string method(name.data(), name.size());
-  if (allowed.empty() && is_unbuilt(path)) {
-    return api_error(400, std::string(path) + " is not available yet", "not_available_yet");
-  }
   if (allowed.empty() || (path == "*" && method != "OPTIONS")) {
     return api_error(404, absl::StrCat("there is no route ", excerpt(path)), "route_not_found");
   }
@@ -170,6 +167,8 @@ asio::awaitable<void> Gateway::handle(HttpConnection& connection) {
     co_await connection.reply(200, dump_json(version));
   } else if (is_probe(path)) {
     co_await reply_health(connection);
+  } else if (path == "/metrics") {
+    co_await reply_metrics(connection);
   } else {
     co_await reply_models(connection);
   }
@@ -181,6 +180,14 @@ asio::awaitable<void> Gateway::reply_health(HttpConnection& connection) {
   } else {
     co_await connection.reply(200, kOk);
   }
+}
+
+asio::awaitable<void> Gateway::reply_metrics(HttpConnection& connection) {
+  const SchedulerStats stats = model_ == nullptr ? SchedulerStats{} : model_->engine->stats();
+  std::string text = metrics_.text(stats, static_cast<int64_t>(admission_.in_line()));
+  HttpConnection::Headers headers;
+  headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8";
+  co_await connection.reply(200, std::move(text), std::move(headers));
 }
 
 Json Gateway::model_card(const std::string& name) const {

@@ -13,6 +13,7 @@
 #include "parvl/serve/admission.h"
 #include "parvl/serve/async.h"
 #include "parvl/serve/http_connection.h"
+#include "parvl/serve/metrics.h"
 #include "parvl/serve/openai_request.h"
 #include "parvl/serve/options.h"
 #include "parvl/serve/prepare_prompt.h"
@@ -61,6 +62,7 @@ class Gateway : public HttpHandler {
   Admission& admission() { return admission_; }
   asio::thread_pool& pool() { return pool_; }
   asio::io_context& io() { return io_; }
+  Metrics& metrics() { return metrics_; }
   const Clock& clock() const { return clock_; }
   std::string random_hex();
   uint64_t random_seed() { return rng_.next(); }
@@ -88,12 +90,14 @@ class Gateway : public HttpHandler {
   Json model_card(const std::string& name) const;
   asio::awaitable<void> reply_health(HttpConnection& connection);
   asio::awaitable<void> reply_models(HttpConnection& connection);
+  asio::awaitable<void> reply_metrics(HttpConnection& connection);
 
   asio::io_context& io_;
   const ServeOptions& options_;
   const Clock& clock_;
   Rng rng_;
   Admission admission_;
+  Metrics metrics_;
   asio::thread_pool pool_;
   std::unique_ptr<LoadedModel> model_;
   int64_t created_;  // of the model, in seconds since 1970

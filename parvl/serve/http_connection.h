@@ -83,7 +83,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   std::string take_body() { return std::move(parser_->get().body()); }
   const std::string& request_id() const { return request_id_; }
 
-  asio::awaitable<void> reply(int status, std::string body, Headers headers = {});  // JSON
+  asio::awaitable<void> reply(int status, std::string body, Headers headers = {});  // JSON unless they say otherwise
   asio::awaitable<void> reply_error(absl::Status status, Headers headers = {});
   asio::awaitable<void> reply_methods();  // to OPTIONS
   void close_after_this() { keep_alive_ = false; }

@@ -34,7 +34,7 @@ asio::awaitable<void> HttpConnection::write_all(std::string bytes) {
 
 asio::awaitable<void> HttpConnection::reply(int status, std::string body, Headers headers) {
   replied_status_ = status;
-  headers["Content-Type"] = "application/json";
+  headers.emplace("Content-Type", "application/json");
   headers["Content-Length"] = std::to_string(body.size());
   std::string bytes = head(status, keep_alive_, request_id_, headers) + "\r\n";
   if (!parser_.has_value() || !parser_->is_header_done() || method() != http::verb::head) bytes += body;

@@ -15,14 +15,22 @@ namespace {
 // the io thread's.
 struct Deltas {
   std::shared_ptr<Wakeup> wakeup;  // the connection's
+  RequestTimer timer;
   const size_t n;  // choices a prompt
   std::deque<Delta> waiting;
   size_t running = 0;         // generations that have not ended
   absl::Status failure;       // of the first one that failed
   int64_t cached_tokens = 0;  // of the prompts
 
+  void came(size_t choice, const TokenEvent& event, int64_t prompt_tokens) {
+    timer.token(choice, prompt_tokens);
+    waiting.push_back({choice, event});
+    wakeup->notify();
+  }
+
   void ended(size_t choice, const absl::StatusOr<GenerateResult>& result) {
     --running;
+    timer.ended(result);
     if (failure.ok()) failure = result.status();
     const bool first = choice % n == 0;  // of its prompt; the others find what this one computed, which is no news
     if (result.ok() && first) cached_tokens += result->cached_tokens;
@@ -33,11 +41,9 @@ struct Deltas {
 // One generation of `job`, for the choice with that index.
 RequestId start_generation(Gateway& gateway, EngineRequest job, size_t choice, const std::shared_ptr<Deltas>& deltas) {
   asio::io_context& io = gateway.io();
-  job.on_token = [&io, deltas, choice](const TokenEvent& event) {
-    asio::post(io, [deltas, choice, event] {
-      deltas->waiting.push_back({choice, event});
-      deltas->wakeup->notify();
-    });
+  const auto prompt_tokens = static_cast<int64_t>(job.prompt->ids.size());
+  job.on_token = [&io, deltas, choice, prompt_tokens](const TokenEvent& event) {
+    asio::post(io, [deltas, choice, prompt_tokens, event] { deltas->came(choice, event, prompt_tokens); });
   };
   job.on_end = [&gateway, &io, deltas, choice](const absl::StatusOr<GenerateResult>& result) {
     asio::post(io, [&gateway, deltas, choice, result] {
@@ -95,6 +101,7 @@ absl::Status queue_full(const Gateway& gateway) {
 asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection, Api api) {
   const auto cutting = [&gateway] { return gateway.state() == Gateway::State::kCutting; };
   const Gateway::ActiveRequest active(gateway, *connection.wakeup());
+  RequestTimer timer(gateway.metrics(), gateway.clock());
 
   // parse
   const LoadedModel& model = gateway.model();
@@ -106,6 +113,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
     co_return co_await connection.reply_error(std::move(status));
   }
   gateway.warn_unknown_fields(request->unknown_fields);
+  timer.lap(Stage::kPreprocess);
 
   // admit
   const Admission::Entry entry{static_cast<size_t>(request->choices), request->priority};
@@ -115,6 +123,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   while (!ticket->has_credit() && !connection.gone() && !cutting()) co_await connection.wakeup()->wait();
   if (connection.gone()) co_return;
   if (cutting()) co_return co_await connection.reply_error(shutting_down());
+  timer.lap(Stage::kQueue);
 
   // preprocess
   auto prepare = [&] { return gateway.prompt_maker().prepare(*request); };
@@ -122,12 +131,14 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   request->forget_inputs();  // as large as the body, and not needed any more
   if (connection.gone()) co_return;
   if (!prompts.ok()) co_return co_await connection.reply_error(prompts.status());
+  timer.lap(Stage::kPreprocess);
   Usage usage;
   for (const Prompt& prompt : *prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
 
   // enqueue
-  auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), static_cast<size_t>(request->n)});
+  auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), timer, static_cast<size_t>(request->n)});
   const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prompts), *request, deltas);
+  ticket->leave_line();
 
   // await deltas
   Answer answer(connection, model.prompts().tokenizer(), answer_options(gateway, *request, model_name));

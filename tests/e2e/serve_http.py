@@ -3,6 +3,7 @@ import base64
 import http.client
 import json
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -67,11 +68,28 @@ class ErrorTable(unittest.TestCase):
         self.assertEqual(status, 200)
 
     def test_routes(self):
-        self.check(400, self.server.request("GET", "/metrics"), says="not available yet")
         self.check(404, self.server.request("GET", "/"))
         self.check(405, self.server.request("GET", "/v1/chat/completions"))
         self.check(400, self.server.request("POST", "/v1/completions", {}), says="'prompt' is missing", param="prompt")
         self.assertEqual(self.server.request("GET", "/health")[0], 200)
+
+    def test_metrics(self):
+        line = re.compile(r'[a-z_:][a-z0-9_:]*(\{([a-z_]+="[^"]*",?)+\})? [0-9.e+-]+')
+        self.assertEqual(self.chat(max_tokens=3, ignore_eos=True)[0], 200)
+        status, headers, text = self.server.request("GET", "/metrics")
+        self.assertEqual(status, 200)
+        self.assertTrue(headers["Content-Type"].startswith("text/plain; version=0.0.4"))
+        for row in text.splitlines():
+            self.assertTrue(row.startswith(("# HELP ", "# TYPE ")) or line.fullmatch(row), row)
+        figures = dict(row.rsplit(" ", 1) for row in text.splitlines() if not row.startswith("#"))
+        for name, labels in (("vllm:", '{model_name="tiny"}'), ("parvl_", '{pool="colocated"}')):
+            value = lambda figure: float(figures[name + figure + labels])
+            self.assertGreaterEqual(value("generation_tokens_total"), 3)
+            self.assertGreaterEqual(value("prompt_tokens_total"), 1)
+            self.assertGreaterEqual(value("prefix_cache_queries_total"), 1)
+            self.assertGreaterEqual(value("time_to_first_token_seconds_count"), 1)
+            self.assertEqual(value("num_requests_waiting"), 0)
+            self.assertLess(value("kv_cache_usage_perc"), 1)
 
     def test_images(self):
         good = png()

@@ -198,9 +198,6 @@ TEST_F(ServerTest, ModelsVersionAndProbes) {
 
 TEST_F(ServerTest, WrongRoutesAndMethods) {
   start();
-  EXPECT_EQ(get("/metrics").status, 400);
-  EXPECT_EQ(get("/metrics").code(), "not_available_yet");
-  EXPECT_THAT(get("/metrics").message(), HasSubstr("/metrics is not available yet"));
   EXPECT_EQ(get("/nothing").status, 404);
   EXPECT_EQ(get("/nothing").code(), "route_not_found");
   EXPECT_EQ(get("/v1/chat/completions").status, 405);

@@ -1,0 +1,179 @@
+#include "parvl/serve/metrics.h"
+
+#include <prometheus/counter.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace parvl {
+namespace {
+
+using Labels = std::map<std::string, std::string>;
+
+// vLLM's bounds, in seconds.
+const std::vector<double> kFirstTokenBuckets = {0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1,  0.25,  0.5,   0.75,
+                                                1.0,   2.5,   5.0,  7.5,  10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0};
+const std::vector<double> kTokenBuckets = {0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,  0.3,  0.4, 0.5,
+                                           0.75, 1.0,   2.5,  5.0,   7.5, 10.0, 20.0, 40.0, 80.0};
+const std::vector<double> kRequestBuckets = {0.3,  0.5,  0.8,  1.0,  1.5,   2.0,   2.5,   5.0,   10.0,   15.0,  20.0,
+                                             30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0};
+
+Labels joined(Labels labels, const Labels& more) {
+  labels.insert(more.begin(), more.end());
+  return labels;
+}
+
+// The metric's family in the registry: a new one, or the one that has this name.
+template <typename Builder>
+auto& family(Builder builder, const std::string& name, const std::string& help, prometheus::Registry& registry) {
+  return builder.Name(name).Help(help).Register(registry);
+}
+
+template <typename Twin>
+void observe(const Twin& twin, double seconds) {
+  twin.own->Observe(seconds);
+  twin.vllm->Observe(seconds);
+}
+
+template <typename Twin>
+void add(const Twin& twin, int64_t count) {
+  twin.own->Increment(static_cast<double>(count));
+  twin.vllm->Increment(static_cast<double>(count));
+}
+
+// A counter that something else counts.
+template <typename Twin>
+void raise_to(const Twin& twin, int64_t count) {
+  add(twin, count - static_cast<int64_t>(twin.own->Value()));
+}
+
+template <typename Twin>
+void set(const Twin& twin, double value) {
+  twin.own->Set(value);
+  twin.vllm->Set(value);
+}
+
+const char* reason_label(FinishReason reason) { return reason == FinishReason::kNone ? "abort" : to_string(reason); }
+
+}  // namespace
+
+Metrics::Metrics(const std::string& pool, const std::string& model_name)
+    : own_labels_{{"pool", pool}},
+      vllm_labels_{{"model_name", model_name}},
+      registry_(std::make_unique<prometheus::Registry>()) {
+  first_token_ =
+      histogram({"time_to_first_token_seconds", "From a request's arrival to its first token."}, kFirstTokenBuckets);
+  inter_token_ = histogram({"inter_token_latency_seconds", "From a token to the next one."}, kTokenBuckets);
+  e2e_ = histogram({"e2e_request_latency_seconds", "From a request's arrival to its end."}, kRequestBuckets);
+  queue_ = histogram({"request_queue_time_seconds", "Waiting, in the gateway and in the engine."}, kRequestBuckets);
+  prefill_ = histogram({"request_prefill_time_seconds", "From the first step to the first token."}, kRequestBuckets);
+  decode_ = histogram({"request_decode_time_seconds", "From the first token to the last."}, kRequestBuckets);
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    auto& stages = family(prometheus::BuildHistogram(), "parvl_request_stage_seconds",
+                          "Time that a request spent in each stage.", *registry_);
+    stages_[i] = &stages.Add(joined(own_labels_, {{"stage", kStageNames[i]}}), kFirstTokenBuckets);
+  }
+  for (const FinishReason reason : {FinishReason::kStop, FinishReason::kLength, FinishReason::kNone}) {
+    success_[reason] = counter(
+        {"request_success_total", "Generations that ended, by reason.", {{"finished_reason", reason_label(reason)}}});
+  }
+  prompt_tokens_ = counter({"prompt_tokens_total", "Tokens of prompts whose first token came."});
+  generation_tokens_ = counter({"generation_tokens_total", "Tokens that were generated."});
+  running_ = gauge({"num_requests_running", "Generations that the engine computes."});
+  waiting_ = gauge({"num_requests_waiting", "Generations that wait, in the gateway and in the engine."});
+  kv_usage_ = gauge({"kv_cache_usage_perc", "Share of the KV memory that is in use; 1 is all of it."});
+  preemptions_ = counter({"num_preemptions_total", "Generations that gave up their KV memory to others."});
+  prefix_queries_ = counter({"prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache."});
+  prefix_hits_ = counter({"prefix_cache_hits_total", "Prompt tokens that were found in the prefix cache."});
+  mm_queries_ = counter({"mm_cache_queries_total", "Media items that were looked up in the encoder-output cache."});
+  mm_hits_ = counter({"mm_cache_hits_total", "Media items that were found in the encoder-output cache."});
+}
+
+Metrics::~Metrics() = default;
+
+Metrics::Twin<prometheus::Histogram> Metrics::histogram(const Name& name, const std::vector<double>& buckets) {
+  auto& own = family(prometheus::BuildHistogram(), "parvl_" + name.name, name.help, *registry_);
+  auto& vllm = family(prometheus::BuildHistogram(), "vllm:" + name.name, name.help, *registry_);
+  return {&own.Add(joined(own_labels_, name.labels), buckets), &vllm.Add(joined(vllm_labels_, name.labels), buckets)};
+}
+
+Metrics::Twin<prometheus::Counter> Metrics::counter(const Name& name) {
+  auto& own = family(prometheus::BuildCounter(), "parvl_" + name.name, name.help, *registry_);
+  auto& vllm = family(prometheus::BuildCounter(), "vllm:" + name.name, name.help, *registry_);
+  return {&own.Add(joined(own_labels_, name.labels)), &vllm.Add(joined(vllm_labels_, name.labels))};
+}
+
+Metrics::Twin<prometheus::Gauge> Metrics::gauge(const Name& name) {
+  auto& own = family(prometheus::BuildGauge(), "parvl_" + name.name, name.help, *registry_);
+  auto& vllm = family(prometheus::BuildGauge(), "vllm:" + name.name, name.help, *registry_);
+  return {&own.Add(joined(own_labels_, name.labels)), &vllm.Add(joined(vllm_labels_, name.labels))};
+}
+
+void Metrics::first_token(double since_arrival_s, int64_t prompt_tokens) {
+  observe(first_token_, since_arrival_s);
+  add(prompt_tokens_, prompt_tokens);
+  add(generation_tokens_, 1);
+}
+
+void Metrics::later_token(double since_last_s) {
+  observe(inter_token_, since_last_s);
+  add(generation_tokens_, 1);
+}
+
+// A generation that was cancelled tells how it ended, not how long it takes to finish one.
+void Metrics::ended(FinishReason reason, const StageSeconds& stages, double since_arrival_s) {
+  add(success_.at(reason), 1);
+  if (reason == FinishReason::kNone) return;
+  observe(e2e_, since_arrival_s);
+  observe(queue_, stages[static_cast<size_t>(Stage::kQueue)]);
+  observe(prefill_, stages[static_cast<size_t>(Stage::kPrefill)]);
+  observe(decode_, stages[static_cast<size_t>(Stage::kDecode)]);
+  for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->Observe(stages[i]);
+}
+
+std::string Metrics::text(const SchedulerStats& stats, int64_t queued) {
+  set(running_, static_cast<double>(stats.running));
+  set(waiting_, static_cast<double>(stats.waiting + queued));
+  set(kv_usage_, stats.blocks == 0 ? 0 : static_cast<double>(stats.blocks_used) / static_cast<double>(stats.blocks));
+  raise_to(preemptions_, stats.preemptions);
+  raise_to(prefix_queries_, stats.prefix_queries);
+  raise_to(prefix_hits_, stats.prefix_hits);
+  raise_to(mm_queries_, stats.encoder_queries);
+  raise_to(mm_hits_, stats.encoder_hits);
+  return prometheus::TextSerializer().Serialize(registry_->Collect());
+}
+
+RequestTimer::RequestTimer(Metrics& metrics, const Clock& clock)
+    : metrics_(metrics), clock_(clock), arrival_(clock.now_seconds()), last_lap_(arrival_) {}
+
+void RequestTimer::lap(Stage stage) {
+  const double now = clock_.now_seconds();
+  stages_[static_cast<size_t>(stage)] += now - std::exchange(last_lap_, now);
+}
+
+void RequestTimer::token(size_t choice, int64_t prompt_tokens) {
+  const double now = clock_.now_seconds();
+  const auto [place, first] = tokens_.try_emplace(choice, now);
+  if (first) {
+    metrics_.first_token(now - arrival_, prompt_tokens);
+  } else {
+    metrics_.later_token(now - std::exchange(place->second, now));
+  }
+}
+
+void RequestTimer::ended(const absl::StatusOr<GenerateResult>& result) {
+  if (!result.ok()) return;
+  StageSeconds stages = stages_;
+  const double later_tokens = static_cast<double>(std::max<size_t>(result->token_ids.size(), 1) - 1);
+  stages[static_cast<size_t>(Stage::kQueue)] += result->queue_ms * 1e-3;
+  stages[static_cast<size_t>(Stage::kEncode)] = result->encode_ms * 1e-3;
+  stages[static_cast<size_t>(Stage::kPrefill)] = (result->ttft_ms - result->queue_ms) * 1e-3;
+  stages[static_cast<size_t>(Stage::kDecode)] = result->tpot_ms * later_tokens * 1e-3;
+  metrics_.ended(result->finish, stages, clock_.now_seconds() - arrival_);
+}
+
+}  // namespace parvl

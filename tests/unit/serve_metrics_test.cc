@@ -1,0 +1,170 @@
+// /metrics: the figures of one request, those of the engine, and the names that they stand under.
+#include "parvl/serve/metrics.h"
+#include "tests/unit/serve_fixture.h"
+
+namespace parvl {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+SchedulerStats some_stats() {
+  SchedulerStats stats;
+  stats.running = 3;
+  stats.waiting = 4;
+  stats.blocks = 200;
+  stats.blocks_used = 50;
+  stats.preemptions = 6;
+  stats.prefix_queries = 100;
+  stats.prefix_hits = 40;
+  stats.encoder_queries = 9;
+  stats.encoder_hits = 8;
+  return stats;
+}
+
+TEST(Metrics, EveryFigureStandsUnderBothNames) {
+  Metrics metrics("colocated", "tiny \"1\"");
+  metrics.ended(FinishReason::kStop, {}, 1);
+  const std::string text = metrics.text(some_stats(), 2);
+  const std::vector<std::pair<std::string, std::string>> figures = {{"num_requests_running", "3"},
+                                                                    {"num_requests_waiting", "6"},
+                                                                    {"kv_cache_usage_perc", "0.25"},
+                                                                    {"num_preemptions_total", "6"},
+                                                                    {"prefix_cache_queries_total", "100"},
+                                                                    {"prefix_cache_hits_total", "40"},
+                                                                    {"mm_cache_queries_total", "9"},
+                                                                    {"mm_cache_hits_total", "8"},
+                                                                    {"prompt_tokens_total", "0"},
+                                                                    {"generation_tokens_total", "0"},
+                                                                    {"e2e_request_latency_seconds_count", "1"},
+                                                                    {"request_queue_time_seconds_count", "1"},
+                                                                    {"request_prefill_time_seconds_count", "1"},
+                                                                    {"request_decode_time_seconds_count", "1"},
+                                                                    {"time_to_first_token_seconds_count", "0"},
+                                                                    {"inter_token_latency_seconds_count", "0"}};
+  for (const auto& [name, value] : figures) {
+    EXPECT_THAT(text, HasSubstr("\nparvl_" + name + "{pool=\"colocated\"} " + value + "\n"));
+    EXPECT_THAT(text, HasSubstr("\nvllm:" + name + "{model_name=\"tiny \\\"1\\\"\"} " + value + "\n"));
+  }
+  EXPECT_THAT(text, HasSubstr("# TYPE vllm:time_to_first_token_seconds histogram\n"));
+}
+
+TEST(Metrics, CountersFollowTheEngineAndNeverGoBack) {
+  Metrics metrics("p", "m");
+  SchedulerStats stats = some_stats();
+  metrics.text(stats, 0);
+  stats.preemptions = 7;
+  stats.running = 0;
+  for (int scrape = 0; scrape < 2; ++scrape) {
+    const std::string text = metrics.text(stats, 0);
+    EXPECT_THAT(text, HasSubstr("parvl_num_preemptions_total{pool=\"p\"} 7\n"));
+    EXPECT_THAT(text, HasSubstr("parvl_num_requests_running{pool=\"p\"} 0\n"));
+    EXPECT_THAT(text, HasSubstr("parvl_prefix_cache_hits_total{pool=\"p\"} 40\n"));
+  }
+}
+
+TEST(Metrics, ARequestsTimesGoToTheirStages) {
+  ManualClock clock;
+  Metrics metrics("p", "m");
+  RequestTimer timer(metrics, clock);
+  const auto pass = [&](double seconds) { clock.advance_ns(static_cast<int64_t>(seconds * 1e9)); };
+  pass(0.25);
+  timer.lap(Stage::kPreprocess);
+  pass(1);
+  timer.lap(Stage::kQueue);
+  pass(0.25);
+  timer.lap(Stage::kPreprocess);
+  pass(5);
+  timer.token(0, 30);  // of the first choice
+  pass(0.5);
+  timer.token(1, 30);
+  pass(0.03);
+  timer.token(0, 30);
+  GenerateResult result;
+  result.token_ids = {1, 2, 3};
+  result.finish = FinishReason::kLength;
+  result.queue_ms = 2000;
+  result.encode_ms = 700;
+  result.ttft_ms = 5000;
+  result.tpot_ms = 40;
+  timer.ended(result);
+  result.finish = FinishReason::kNone;  // cancelled
+  timer.ended(result);
+  timer.ended(failed("device lost"));
+  const std::string text = metrics.text({}, 0);
+  const std::vector<std::string> lines = {"vllm:time_to_first_token_seconds_count{model_name=\"m\"} 2",
+                                          "vllm:time_to_first_token_seconds_bucket{model_name=\"m\",le=\"5\"} 0",
+                                          "vllm:time_to_first_token_seconds_bucket{model_name=\"m\",le=\"7.5\"} 2",
+                                          "vllm:inter_token_latency_seconds_count{model_name=\"m\"} 1",
+                                          "vllm:inter_token_latency_seconds_bucket{model_name=\"m\",le=\"0.5\"} 0",
+                                          "vllm:inter_token_latency_seconds_bucket{model_name=\"m\",le=\"0.75\"} 1",
+                                          "vllm:request_success_total{finished_reason=\"length\",model_name=\"m\"} 1",
+                                          "vllm:request_success_total{finished_reason=\"abort\",model_name=\"m\"} 1",
+                                          "vllm:request_success_total{finished_reason=\"stop\",model_name=\"m\"} 0",
+                                          "vllm:prompt_tokens_total{model_name=\"m\"} 60",
+                                          "vllm:generation_tokens_total{model_name=\"m\"} 3",
+                                          "vllm:e2e_request_latency_seconds_count{model_name=\"m\"} 1",
+                                          "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"queue\"} 3",
+                                          "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"preprocess\"} 0.5",
+                                          "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"encode\"} 0.7",
+                                          "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"prefill\"} 3",
+                                          "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"decode\"} 0.08"};
+  for (const std::string& line : lines) EXPECT_THAT(text, HasSubstr("\n" + line));
+}
+
+TEST_F(ServerTest, MetricsOverHttp) {
+  options_.api_keys = {"key"};
+  script_->stats.running = 5;
+  start();
+  const std::string key = "Authorization: Bearer key\r\n";
+  EXPECT_EQ(get("/metrics").status, 401);
+  Json body = user_says("hi");
+  body["n"] = 2;
+  EXPECT_EQ(chat(body, key).status, 200);
+  EXPECT_EQ(chat(Json{{"messages", 5}}, key).status, 400);
+  const TestReply reply = get("/metrics", key);
+  EXPECT_EQ(reply.status, 200);
+  EXPECT_THAT(reply.headers.at("content-type"), HasSubstr("text/plain; version=0.0.4"));
+  EXPECT_THAT(reply.body, HasSubstr("vllm:request_success_total{finished_reason=\"stop\",model_name=\"tiny\"} 2\n"));
+  EXPECT_THAT(reply.body, HasSubstr("vllm:generation_tokens_total{model_name=\"tiny\"} 8\n"));
+  EXPECT_THAT(reply.body, HasSubstr("parvl_num_requests_running{pool=\"colocated\"} 5\n"));
+  EXPECT_THAT(reply.body, HasSubstr("parvl_num_requests_waiting{pool=\"colocated\"} 0\n"));
+  EXPECT_THAT(reply.body, Not(HasSubstr("nan")));
+}
+
+TEST_F(ServerTest, WhatTheGatewayHoldsIsWaiting) {
+  start();
+  close_gate();
+  std::vector<std::unique_ptr<TestClient>> clients;
+  for (size_t i = 0; i < 4; ++i) {
+    clients.push_back(std::make_unique<TestClient>(server_->port()));
+    clients.back()->send(chat_request(user_says("x")));
+    ASSERT_TRUE(wait_admitted(i + 1));
+  }
+  // The first runs and the next is in the engine as well, as soon as it is prepared; two wait for their turn.
+  const int64_t end = clock_.now_ns() + 20'000'000'000;
+  std::string text;
+  do {
+    text = get("/metrics").body;
+  } while (text.find("parvl_num_requests_waiting{pool=\"colocated\"} 2\n") == std::string::npos &&
+           clock_.now_ns() < end);
+  EXPECT_THAT(text, HasSubstr("parvl_num_requests_waiting{pool=\"colocated\"} 2\n"));
+  open_gate();
+  for (auto& client : clients) EXPECT_EQ(client->read_reply().status, 200);
+  EXPECT_THAT(get("/metrics").body, HasSubstr("parvl_num_requests_waiting{pool=\"colocated\"} 0\n"));
+}
+
+TEST_F(ServerTest, MetricsAreThereWhileTheModelLoads) {
+  std::promise<void> go;
+  start_with([&, wait = go.get_future().share()]() -> absl::StatusOr<std::unique_ptr<Engine>> {
+    wait.wait();
+    return std::make_unique<FakeEngine>(script_, folder_.path(), 200);
+  });
+  EXPECT_EQ(get("/metrics").status, 200);
+  go.set_value();
+  ready_.get_future().wait();
+  EXPECT_EQ(get("/metrics").status, 200);
+}
+
+}  // namespace
+}  // namespace parvl
