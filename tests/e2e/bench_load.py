@@ -82,6 +82,21 @@ class AgainstFake(unittest.TestCase):
         self.assertEqual(report["requests"]["completed"], 4)
         self.assertTrue(all(request["messages"] == messages and request["model"] == "other" for request in server.requests))
 
+    def test_an_answer_that_ends_with_its_connection(self):
+        def answer(handler, number, request):
+            handler.send_response(200)
+            handler.send_header("Connection", "close")
+            handler.end_headers()
+            usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+            events = [text_chunk("a"), text_chunk("b"), usage] + (["[DONE]"] if number != 1 else [])
+            for event in events:
+                handler.wfile.write(f"data: {event if event == '[DONE]' else json.dumps(event)}\n\n".encode())
+            handler.server.end()
+        with Fake(answer) as server:
+            report, _ = bench(server.url, "--synthetic", "text=9,output=2", "--concurrency", 1, "--requests", 4)
+        self.assertEqual((report["requests"]["completed"], report["tokens"]["prompt"]), (3, 21))
+        self.assertEqual([(f["reason"], f["count"]) for f in report["requests"]["failures"]], [("cut stream", 1)])
+
     def test_failures_by_reason(self):
         def answer(handler, number, request):
             if number % 5 == 0:
