@@ -23,6 +23,7 @@ struct ServeFlags {
   EngineOptions engine;
   double shutdown_timeout_s = 30;
   std::string limit_mm_per_prompt;
+  std::string log_format = "text";
   int64_t tensor_parallel_size = 1;
   std::vector<std::string> short_tp;  // what follows -t in "-tp N"
   std::vector<std::pair<std::string, CLI::Option*>> unavailable;
@@ -90,6 +91,7 @@ std::string example_request(const ServeFlags& flags, const std::string& url, boo
 
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
+  set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   PARVL_RETURN_IF_ERROR(refuse_unavailable(flags));
   PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
   if (!(flags.shutdown_timeout_s >= 0 && flags.shutdown_timeout_s <= 86'400)) {
@@ -175,6 +177,9 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--allowed-local-media-path", serve.media.local_path,
                       "Folder that file:// URLs may name files in");
   command->add_option("--max-body-bytes", serve.http.body_bytes, "Largest request body")->capture_default_str();
+  command->add_option("--log-format", flags->log_format, "text, or json: an object a line, with times and request ids")
+      ->check(CLI::IsMember({"text", "json"}))
+      ->capture_default_str();
   command->add_flag("--log-requests", serve.log_requests, "A line a request on standard error, without its content");
   command->add_option("--tensor-parallel-size", flags->tensor_parallel_size, "Also -tp; only 1 is available yet");
   command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N

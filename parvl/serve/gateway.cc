@@ -20,6 +20,7 @@ namespace {
 
 constexpr size_t kPoolThreads = 2;        // parse, decode, tokenise
 constexpr size_t kMaxWarnedFields = 256;  // a client cannot grow the list for ever
+constexpr size_t kMaxLoggedPath = 256;
 
 constexpr char kModels[] = "/v1/models";
 constexpr char kOk[] = R"({"status":"ok"})";
@@ -241,8 +242,13 @@ void Gateway::warn_unknown_fields(const std::vector<std::string>& fields) {
 
 void Gateway::finished(const HttpConnection& connection, int http_status) {
   if (!options_.log_requests) return;
-  log_info(connection.request_id(), " ", excerpt(connection.path()), " ",
-           http_status == 0 ? "client left" : std::to_string(http_status));
+  LogFields fields = connection.log_fields();
+  const auto method = http::to_string(connection.method());
+  fields.emplace_back("method", std::string(method.data(), method.size()));
+  fields.emplace_back("path", shorten(connection.path(), kMaxLoggedPath));
+  if (http_status != 0) fields.emplace_back("status", int64_t{http_status});
+  fields.emplace_back("seconds", connection.seconds());
+  log_line(LogLevel::kInfo, http_status == 0 ? "the client left" : "answered", fields);
 }
 
 void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {

@@ -94,6 +94,15 @@ std::string_view HttpConnection::header(std::string_view name) const {
   return {value.data(), value.size()};
 }
 
+LogFields HttpConnection::log_fields() const {
+  LogFields fields = {{"request_id", request_id_}};
+  if (trace_.has_value()) {
+    fields.emplace_back("trace_id", trace_->trace_id);
+    fields.emplace_back("parent_id", trace_->parent_id);
+  }
+  return fields;
+}
+
 asio::awaitable<void> HttpConnection::run() {
   const auto self = shared_from_this();
   for (;;) {
@@ -120,7 +129,7 @@ asio::awaitable<void> HttpConnection::answer_request() {
     failure = failed("internal error: ", e.what());
   }
   if (failure.ok()) co_return;
-  log_warning("request ", request_id_, ": ", failure.message());
+  log_line(LogLevel::kWarning, absl::StrCat("a request failed: ", failure.message()), log_fields());
   keep_alive_ = false;
   if (replied_status_ == 0 && !gone_) co_await reply_error(failure);
 }
@@ -131,6 +140,7 @@ void HttpConnection::start_request() {
   parser_->header_limit(static_cast<std::uint32_t>(shared_.limits.header_bytes));
   parser_->body_limit(boost::none);  // ours is checked in read_body, after the key
   path_.clear();
+  trace_.reset();
   request_id_ = shared_.handler.new_request_id();
   keep_alive_ = chunked_ = gone_ = watch_wanted_ = false;
   replied_status_ = 0;
@@ -141,6 +151,7 @@ absl::Status HttpConnection::take_header() {
   path_ = path_of({target.data(), target.size()});
   keep_alive_ = parser_->get().keep_alive();
   if (const std::string_view id = header("X-Request-Id"); usable_request_id(id)) request_id_ = std::string(id);
+  trace_ = parse_traceparent(header("traceparent"));
   if (parser_->get().version() >= 11 && parser_->get().count(http::field::host) != 1) {
     return api_error(400, "an HTTP/1.1 request needs one Host header", "bad_request");
   }
@@ -160,6 +171,7 @@ asio::awaitable<bool> HttpConnection::wait_for_bytes() {
 asio::awaitable<HttpConnection::Next> HttpConnection::read_request() {
   start_request();
   if (!co_await wait_for_bytes()) co_return Next::kClose;
+  arrival_ = shared_.clock.now_seconds();
   deadline_.arm(shared_.limits.header, shared_from_this());
   const auto [error, bytes] = co_await http::async_read_header(socket_, buffer_, *parser_, kAwait);
   deadline_.disarm();

@@ -12,9 +12,12 @@
 #include <string_view>
 #include <utility>
 
+#include "parvl/base/clock.h"
+#include "parvl/base/log.h"
 #include "parvl/base/status.h"
 #include "parvl/serve/async.h"
 #include "parvl/serve/options.h"
+#include "parvl/serve/trace_context.h"
 
 namespace parvl {
 
@@ -43,6 +46,7 @@ struct HttpShared {
   asio::io_context& io;
   HttpLimits limits;
   HttpHandler& handler;
+  const Clock& clock;
   size_t connections = 0;
   size_t body_bytes = 0;  // of the bodies held now
 };
@@ -82,6 +86,8 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   // The body; it is gone from here afterwards, but still counted as held until the request is over.
   std::string take_body() { return std::move(parser_->get().body()); }
   const std::string& request_id() const { return request_id_; }
+  double seconds() const { return shared_.clock.now_seconds() - arrival_; }  // since its first byte
+  LogFields log_fields() const;  // what a log line about it says: its id, and the trace that it is a part of
 
   asio::awaitable<void> reply(int status, std::string body, Headers headers = {});  // JSON unless they say otherwise
   asio::awaitable<void> reply_error(absl::Status status, Headers headers = {});
@@ -124,6 +130,8 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   beast::flat_buffer buffer_;
   std::optional<http::request_parser<http::string_body>> parser_;
   std::string path_, request_id_;
+  std::optional<TraceContext> trace_;
+  double arrival_ = 0;
   size_t held_body_ = 0;
   bool keep_alive_ = false;
   bool chunked_ = false;

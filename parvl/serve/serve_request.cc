@@ -157,8 +157,9 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   if (connection.gone()) co_return;
   if (!deltas->failure.ok()) {
     const absl::Status failure = deltas->failure;
-    if (http_status_of(failure) >= 500)
-      log_warning("request ", connection.request_id(), " failed: ", failure.message());
+    if (http_status_of(failure) >= 500) {
+      log_line(LogLevel::kWarning, absl::StrCat("a request failed: ", failure.message()), connection.log_fields());
+    }
     co_return co_await answer.fail(failure);
   }
   if (deltas->running > 0 || !deltas->waiting.empty()) co_return co_await answer.fail(shutting_down());

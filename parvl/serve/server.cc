@@ -69,7 +69,7 @@ struct Server::Impl {
       : options(std::move(given)),
         io(std::make_unique<asio::io_context>(1)),
         gateway(*io, options, clock),
-        shared{*io, options.http, gateway} {}
+        shared{*io, options.http, gateway, clock} {}
 
   ~Impl() {
     gateway.stop();

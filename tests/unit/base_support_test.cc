@@ -57,6 +57,11 @@ TEST(Text, PercentDecode) {
 TEST(Log, OneLineWithItsLevel) {
   EXPECT_EQ(format_log_line(LogLevel::kWarning, "two\nlines"), "warning: two lines");
   EXPECT_EQ(format_log_line(LogLevel::kInfo, "plain"), "plain");
+  const LogFields fields = {{"id", "a\nb"}, {"status", 200}, {"seconds", 0.5}};
+  EXPECT_EQ(format_log_line(LogLevel::kError, "text", fields), "error: text id=a b status=200 seconds=0.5");
+  EXPECT_EQ(format_json_log_line(1'000'000'000'007'999'999, LogLevel::kError, "a \"b\"\nc \xff", fields),
+            "{\"time\":\"2001-09-09T01:46:40.007Z\",\"level\":\"error\",\"message\":\"a \\\"b\\\" c \xef\xbf\xbd\","
+            "\"id\":\"a\\nb\",\"status\":200,\"seconds\":0.5}");
 }
 
 TEST(Log, LevelDropsWhatIsBelow) {

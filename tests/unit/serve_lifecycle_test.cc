@@ -1,4 +1,7 @@
 // Waiting, leaving, loading and shutting down.
+#include <absl/strings/str_split.h>
+
+#include "parvl/base/log.h"
 #include "tests/unit/serve_fixture.h"
 
 namespace parvl {
@@ -255,6 +258,47 @@ TEST_F(ServerTest, ListenErrorsNameTheFlag) {
   same.host = "127.0.0.1";
   same.media.local_path = "/no/such/folder";
   EXPECT_THAT(std::string(Server::listen(same, clock_).status().message()), HasSubstr("--allowed-local-media-path"));
+}
+
+TEST_F(ServerTest, RequestsAreLoggedWithTheirIdAndTraceButNotTheirContent) {
+  options_.log_requests = true;
+  start();
+  set_log_format(LogFormat::kJson);
+  testing::internal::CaptureStderr();
+  const std::string trace = "4bf92f3577b34da6a3ce929d0e0e4736";
+  EXPECT_EQ(
+      chat(user_says("SECRET"), "X-Request-Id: mine\r\ntraceparent: 00-" + trace + "-00f067aa0ba902b7-01\r\n").status,
+      200);
+  {
+    std::lock_guard lock(script_->mutex);
+    script_->fail_after = 0;
+    script_->error = failed("device lost");
+  }
+  EXPECT_EQ(chat(user_says("SECRET"), "X-Request-Id: other\r\ntraceparent: nonsense\r\n").status, 500);
+  stop();  // after it, nobody writes any more
+  const std::string text = testing::internal::GetCapturedStderr();
+  set_log_format(LogFormat::kText);
+  EXPECT_THAT(text, testing::Not(HasSubstr("SECRET")));
+  std::vector<Json> answered, failures;
+  for (const std::string& row : std::vector<std::string>(absl::StrSplit(text, '\n', absl::SkipEmpty()))) {
+    const Json line = Json::parse(row, nullptr, false);
+    ASSERT_TRUE(line.is_object()) << row;
+    if (line["message"] == "answered") answered.push_back(line);
+    if (line["message"] == "a request failed: device lost") failures.push_back(line);
+  }
+  ASSERT_EQ(answered.size(), 2u) << text;
+  EXPECT_EQ(answered[0]["request_id"], "mine");
+  EXPECT_EQ(answered[0]["trace_id"], trace);
+  EXPECT_EQ(answered[0]["parent_id"], "00f067aa0ba902b7");
+  EXPECT_EQ(answered[0]["method"], "POST");
+  EXPECT_EQ(answered[0]["path"], "/v1/chat/completions");
+  EXPECT_EQ(answered[0]["status"], 200);
+  EXPECT_GT(answered[0]["seconds"], 0);
+  EXPECT_EQ(answered[1]["status"], 500);
+  EXPECT_FALSE(answered[1].contains("trace_id"));
+  ASSERT_EQ(failures.size(), 1u) << text;
+  EXPECT_EQ(failures[0]["request_id"], "other");
+  EXPECT_EQ(failures[0]["level"], "warning");
 }
 
 }  // namespace

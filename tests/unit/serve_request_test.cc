@@ -7,6 +7,7 @@
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/openai_reply.h"
 #include "parvl/serve/openai_request.h"
+#include "parvl/serve/trace_context.h"
 
 namespace parvl {
 namespace {
@@ -268,6 +269,24 @@ TEST(ChatRequestTest, HugeAndDeepBodiesAreRefusedBeforeTheyAreBuilt) {
   EXPECT_EQ(http_status_of(parse_request(deep, Api::kChat, rules()).status()), 400);
   EXPECT_EQ(http_status_of(parse_request("[]", Api::kChat, rules()).status()), 400);
   EXPECT_EQ(http_status_of(parse_request("{\"messages\": \"\xff\"}", Api::kChat, rules()).status()), 400);
+}
+
+TEST(TraceContext, TraceparentAsTheStandardHasIt) {
+  const std::string trace(32, 'a'), parent = "00f067aa0ba902b7";
+  const auto context = parse_traceparent("00-" + trace + "-" + parent + "-01");
+  ASSERT_TRUE(context.has_value());
+  EXPECT_EQ(context->trace_id, trace);
+  EXPECT_EQ(context->parent_id, parent);
+  EXPECT_TRUE(parse_traceparent("cc-" + trace + "-" + parent + "-01-more").has_value());
+  const std::string zeros(32, '0');
+  for (const std::string& header :
+       {std::string(), "00-" + trace + "-" + parent, "00-" + trace + "-" + parent + "-01-more",
+        "cc-" + trace + "-" + parent + "-01more", "ff-" + trace + "-" + parent + "-01",
+        "00-" + zeros + "-" + parent + "-01", "00-" + trace + "-0000000000000000-01",
+        "00-" + std::string(32, 'A') + "-" + parent + "-01", "00-" + trace + "x" + parent + "-01",
+        "0x-" + trace + "-" + parent + "-01", "00-" + trace + "-" + parent + "-zz"}) {
+    EXPECT_FALSE(parse_traceparent(header).has_value()) << header;
+  }
 }
 
 TEST(ApiError, ShapeAndLength) {
