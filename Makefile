@@ -4,7 +4,11 @@ JOBS ?= $(shell nproc)
 NINJA = tools/heartbeat.sh build cmake --build $(BUILD) -j $(JOBS)
 # The demo and the tools find the build's libtorch by rpath; nothing is written outside the checkout.
 
-.PHONY: build demo test check soak bench install format clean setup
+.DEFAULT_GOAL := build
+.PHONY: help build demo test check soak bench install format clean setup
+
+help:
+	@echo "make [build]  demo  test  check  soak  bench  install PREFIX=...  format  clean (see README.md)"
 
 setup:
 	@tools/setup.sh

@@ -228,7 +228,7 @@ void add_eval_command(CLI::App& app, Context& context) {
   CLI::App* command = app.add_subcommand("eval", "Counts right greedy answers on a data set");
   named(command->add_option("--model", flags->model, "Model directory"))->required();
   named(command->add_option("--data", flags->data, "easy-vqa:test, or FILE.jsonl as for training"))->required();
-  command->add_option("--limit", flags->limit, "Only the first N samples (default: all)");
+  command->add_option("--limit", flags->limit, "Only the first N samples; 0, the default: all");
   command->add_option("--device", flags->generator.load.device, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
   command

@@ -9,12 +9,12 @@
 int main(int argc, char** argv) {
   int socket = -1;
   int64_t memory = 0;
-  if (argc != 4 || !absl::SimpleAtoi(argv[2], &socket) || !absl::SimpleAtoi(argv[3], &memory)) {
-    std::fprintf(stderr, "parvl-media-worker is started by `parvl serve`: MODEL_DIR SOCKET MEMORY_BYTES\n");
+  if (argc != 3 || !absl::SimpleAtoi(argv[1], &socket) || !absl::SimpleAtoi(argv[2], &memory)) {
+    std::fprintf(stderr, "parvl-media-worker is started by `parvl serve`: SOCKET MEMORY_BYTES\n");
     return 2;
   }
   parvl::ignore_broken_pipes();
-  const absl::Status status = parvl::run_media_worker(argv[1], socket, memory);
+  const absl::Status status = parvl::run_media_worker(socket, memory);
   if (!status.ok()) std::fprintf(stderr, "parvl-media-worker: %s\n", std::string(status.message()).c_str());
   return parvl::exit_code(status);
 }

@@ -26,11 +26,13 @@ absl::Status run_replay(const ReplayFlags& flags) {
     const Json json = {{"events", report->events},
                        {"decisions", report->decisions},
                        {"equal", equal},
+                       {"cut", report->cut},
                        {"differing_line", equal ? Json() : Json(report->differing_line)}};
     std::printf("%s\n", json.dump().c_str());
   } else if (equal) {
-    std::printf("%lld events, %lld decisions, all as recorded\n", static_cast<long long>(report->events),
-                static_cast<long long>(report->decisions));
+    std::printf("%lld events, %lld decisions, all as recorded%s\n", static_cast<long long>(report->events),
+                static_cast<long long>(report->decisions),
+                report->cut ? "; the last line was not written whole and is left out" : "");
   } else {
     std::printf("recorded: %s\nreplayed: %s\n", report->recorded.c_str(), report->replayed.c_str());
   }
@@ -44,7 +46,7 @@ void add_replay_command(CLI::App& app, Context& context) {
   auto flags = std::make_shared<ReplayFlags>();
   CLI::App* command = app.add_subcommand("replay", "Checks a recorded run's decisions");
   named(command->add_option("file", flags->file, "What `parvl serve --record FILE` wrote"))->required();
-  command->add_flag("--json", flags->json, "One JSON object: events, decisions, equal, differing_line");
+  command->add_flag("--json", flags->json, "One JSON object: events, decisions, equal, cut, differing_line");
   run_with(*command, context, [flags] { return run_replay(*flags); });
 }
 

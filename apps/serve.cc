@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
 #include <random>
 
@@ -13,6 +14,7 @@
 #include "parvl/base/signal.h"
 #include "parvl/base/text.h"
 #include "parvl/exec/engine_load.h"
+#include "parvl/media/worker_pool.h"
 #include "parvl/serve/server.h"
 
 namespace parvl {
@@ -104,6 +106,12 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   flags.serve.seed = static_cast<uint64_t>(entropy()) << 32 | entropy();
   flags.serve.stop_descriptor = signal.descriptor();
 
+  // A text-only directory has no pictures to decode.
+  if (std::filesystem::exists(flags.serve.model_dir + "/preprocessor_config.json")) {
+    MediaWorkerOptions workers;
+    workers.program = context.program_folder + "/parvl-media-worker";
+    PARVL_ASSIGN_OR_RETURN(flags.serve.media.images, MediaWorkerPool::start(workers, context.clock));
+  }
   PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
   bool takes_images = false;
   const auto load = [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {

@@ -3,6 +3,8 @@
 #include <absl/strings/str_format.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <memory>
 #include <utility>
@@ -45,7 +47,7 @@ absl::StatusOr<SchedulerConfig> plan_memory(const LoadedFiles& files, const Engi
       options.kv_cache_bytes > 0 ? options.kv_cache_bytes : std::min(available_bytes() / 4, kMaxDefaultKvBytes);
   config.num_blocks = std::min(budget / bytes, useful);
   if (config.num_blocks < blocks_a_sequence) {
-    return invalid("max-model-len ", config.max_model_len, " needs ", blocks_a_sequence * bytes >> 20,
+    return invalid("--max-model-len ", config.max_model_len, " needs ", blocks_a_sequence * bytes >> 20,
                    " MiB of KV memory for one sequence, and there are ", budget >> 20,
                    "; lower --max-model-len, or raise --kv-cache-memory-bytes");
   }
@@ -68,7 +70,7 @@ void log_plan(const LoadedFiles& files, const SchedulerConfig& config, double se
 absl::StatusOr<RecordedScheduler::Write> open_record(const std::string& path) {
   if (path.empty()) return RecordedScheduler::Write();
   auto file = std::make_shared<std::ofstream>(path, std::ios::binary | std::ios::trunc);
-  if (!*file) return invalid("cannot write the record ", path);
+  if (!*file) return invalid("cannot write the record ", path, ": ", std::strerror(errno));
   // A line at a time, so that the record of a process that dies ends with the event that it died of.
   return RecordedScheduler::Write([file](std::string_view line) { file->write(line.data(), line.size()).flush(); });
 }

@@ -1,4 +1,4 @@
-// y = x · wᵀ (+ bias) for a few rows of x: reads the weight once, at memory speed.
+// y = x · wᵀ (+ bias) for a few rows of x: reads the weight once, as it lies, at memory speed.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace parvl::kernels {
 
-constexpr int64_t kGemvMaxRows = 4;
+// Beyond so many rows a matrix product that packs its operands is faster.
+constexpr int64_t kGemvMaxRows = 8;
 
 // x [rows, k] widened to float32, w [n, k] row-major, y [rows, n]; computes outputs [begin, end) of n for every row, so
 // that threads can share the work. bias [n] or null. T: float or BFloat16; products and sums in float32. rows ≤

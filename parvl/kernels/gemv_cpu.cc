@@ -45,8 +45,8 @@ PARVL_INLINE float sum(const Floats& x) {
 }
 
 // Weight rows [o, o + Wide) with `Rows` rows of x. A sum's order depends on k alone, so a row's result does not depend
-// on how many rows went together.
-template <typename T, int Rows, int Wide>
+// on how many rows went together. `First`: the weights come from memory, not from the cache.
+template <typename T, int Rows, int Wide, bool First>
 PARVL_INLINE void dot_block(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k, int64_t o) {
   Floats sums[Rows][Wide] = {};
   const T* block = w + o * k;
@@ -54,8 +54,10 @@ PARVL_INLINE void dot_block(const float* x, const T* w, const T* bias, T* y, int
   constexpr int64_t kStepBytes = Wide * kLanes * static_cast<int64_t>(sizeof(T));
   int64_t i = 0;
   for (; i + kLanes <= k; i += kLanes) {
-    for (int64_t line = 0; line < kStepBytes; line += kLineBytes) __builtin_prefetch(ahead + line, 0, 2);
-    ahead += kStepBytes;
+    if constexpr (First) {
+      for (int64_t line = 0; line < kStepBytes; line += kLineBytes) __builtin_prefetch(ahead + line, 0, 2);
+      ahead += kStepBytes;
+    }
     Floats values[Rows];
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) values[r] = load(x + r * k + i);
@@ -75,46 +77,71 @@ PARVL_INLINE void dot_block(const float* x, const T* w, const T* bias, T* y, int
   }
 }
 
-template <typename T, int Rows>
-PARVL_INLINE void gemv_rows(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k, int64_t begin,
-                            int64_t end) {
-  constexpr int kWide = Rows == 4 ? 4 : 8;  // the sums have to fit the registers
-  int64_t o = begin;
-  for (; o + kWide <= end; o += kWide) dot_block<T, Rows, kWide>(x, w, bias, y, n, k, o);
-  for (; o < end; ++o) dot_block<T, Rows, 1>(x, w, bias, y, n, k, o);
+// The rows of x, four at a time, with a block of weights that stays in the cache meanwhile.
+template <typename T, int Wide>
+PARVL_INLINE void all_rows(const float* x, const T* w, const T* bias, T* y, int64_t rows, int64_t n, int64_t k,
+                           int64_t o) {
+  dot_block<T, 4, Wide, true>(x, w, bias, y, n, k, o);
+  int64_t r = 4;
+  for (; r + 4 <= rows; r += 4) dot_block<T, 4, Wide, false>(x + r * k, w, bias, y + r * n, n, k, o);
+  for (; r < rows; ++r) dot_block<T, 1, Wide, false>(x + r * k, w, bias, y + r * n, n, k, o);
 }
 
-#define PARVL_GEMV(T, ROWS, NAME)                                                                            \
-  PARVL_SIMD void NAME(const float* x, const T* w, const T* bias, T* y, int64_t n, int64_t k, int64_t begin, \
-                       int64_t end) {                                                                        \
-    gemv_rows<T, ROWS>(x, w, bias, y, n, k, begin, end);                                                     \
+template <typename T>
+PARVL_INLINE void gemv_rows(const float* x, const T* w, const T* bias, T* y, int64_t rows, int64_t n, int64_t k,
+                            int64_t begin, int64_t end) {
+  int64_t o = begin;
+  if (rows >= 4) {
+    for (; o + 4 <= end; o += 4) all_rows<T, 4>(x, w, bias, y, rows, n, k, o);
+    for (; o < end; ++o) all_rows<T, 1>(x, w, bias, y, rows, n, k, o);
+    return;
   }
-PARVL_GEMV(float, 1, gemv_f32_1)
-PARVL_GEMV(float, 2, gemv_f32_2)
-PARVL_GEMV(float, 4, gemv_f32_4)
-PARVL_GEMV(BFloat16, 1, gemv_bf16_1)
-PARVL_GEMV(BFloat16, 2, gemv_bf16_2)
-PARVL_GEMV(BFloat16, 4, gemv_bf16_4)
-#undef PARVL_GEMV
+  // Few rows: more of the weights side by side, as many sums as fit the registers.
+  for (; o < end;) {
+    const bool wide = o + 8 <= end;
+    for (int64_t r = 0; r < rows;) {
+      const bool two = r + 2 <= rows, first = r == 0;
+      const float* from = x + r * k;
+      T* to = y + r * n;
+      if (wide && two) {
+        first ? dot_block<T, 2, 8, true>(from, w, bias, to, n, k, o)
+              : dot_block<T, 2, 8, false>(from, w, bias, to, n, k, o);
+      } else if (wide) {
+        first ? dot_block<T, 1, 8, true>(from, w, bias, to, n, k, o)
+              : dot_block<T, 1, 8, false>(from, w, bias, to, n, k, o);
+      } else if (two) {
+        dot_block<T, 2, 1, false>(from, w, bias, to, n, k, o);
+      } else {
+        dot_block<T, 1, 1, false>(from, w, bias, to, n, k, o);
+      }
+      r += two ? 2 : 1;
+    }
+    o += wide ? 8 : 1;
+  }
+}
+
+PARVL_SIMD void gemv_f32(const float* x, const float* w, const float* bias, float* y, int64_t rows, int64_t n,
+                         int64_t k, int64_t begin, int64_t end) {
+  gemv_rows<float>(x, w, bias, y, rows, n, k, begin, end);
+}
+PARVL_SIMD void gemv_bf16(const float* x, const BFloat16* w, const BFloat16* bias, BFloat16* y, int64_t rows, int64_t n,
+                          int64_t k, int64_t begin, int64_t end) {
+  gemv_rows<BFloat16>(x, w, bias, y, rows, n, k, begin, end);
+}
 #undef PARVL_INLINE
 
 }  // namespace
 
-// Rows that are no power of two go as 2 + 1.
 template <>
 void gemv(const float* x, const float* w, const float* bias, float* y, int64_t rows, int64_t n, int64_t k,
           int64_t begin, int64_t end) {
-  if (rows == 4) return gemv_f32_4(x, w, bias, y, n, k, begin, end);
-  if (rows >= 2) gemv_f32_2(x, w, bias, y, n, k, begin, end);
-  if (rows % 2 == 1) gemv_f32_1(x + (rows - 1) * k, w, bias, y + (rows - 1) * n, n, k, begin, end);
+  gemv_f32(x, w, bias, y, rows, n, k, begin, end);
 }
 
 template <>
 void gemv(const float* x, const BFloat16* w, const BFloat16* bias, BFloat16* y, int64_t rows, int64_t n, int64_t k,
           int64_t begin, int64_t end) {
-  if (rows == 4) return gemv_bf16_4(x, w, bias, y, n, k, begin, end);
-  if (rows >= 2) gemv_bf16_2(x, w, bias, y, n, k, begin, end);
-  if (rows % 2 == 1) gemv_bf16_1(x + (rows - 1) * k, w, bias, y + (rows - 1) * n, n, k, begin, end);
+  gemv_bf16(x, w, bias, y, rows, n, k, begin, end);
 }
 
 }  // namespace parvl::kernels

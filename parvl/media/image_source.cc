@@ -4,8 +4,8 @@
 
 namespace parvl {
 
-absl::StatusOr<ProcessedImage> prepare_image(std::string_view file, const ImageLimits& limits,
-                                             const ImageProcessor& processor) {
+absl::StatusOr<ProcessedImage> LocalImages::prepare(std::string_view file, const ImageLimits& limits,
+                                                    const ImageProcessor& processor) {
   if (file.size() > limits.max_bytes) {
     return absl::ResourceExhaustedError(
         absl::StrCat("it has ", file.size(), " bytes, over the limit of ", limits.max_bytes));

@@ -14,11 +14,15 @@ class ImageSource {
   virtual ~ImageSource() = default;
   // Decodes and processes; the key is set. ResourceExhausted for a file over a limit, InvalidArgument for one that is
   // broken, each with the reason.
-  virtual absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits) = 0;
+  virtual absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits,
+                                                 const ImageProcessor& processor) = 0;
 };
 
 // In this process.
-absl::StatusOr<ProcessedImage> prepare_image(std::string_view file, const ImageLimits& limits,
-                                             const ImageProcessor& processor);
+class LocalImages : public ImageSource {
+ public:
+  absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits,
+                                         const ImageProcessor& processor) override;
+};
 
 }  // namespace parvl

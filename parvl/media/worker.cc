@@ -2,6 +2,7 @@
 #include <signal.h>
 
 #include <cstring>
+#include <utility>
 
 #include "parvl/media/sandbox.h"
 #include "parvl/media/worker_pool.h"
@@ -10,7 +11,24 @@
 namespace parvl {
 namespace {
 
-absl::StatusOr<ProcessedImage> answer(int socket, const WorkerRequest& request, const ImageProcessor& processor) {
+ImageProcessor processor_of(const WorkerRequest& request) {
+  ImageProcessorConfig config;
+  config.patch_size = request.patch_size;
+  config.temporal_patch_size = request.temporal_patch_size;
+  config.merge_size = request.merge_size;
+  config.resample = request.resample;
+  config.min_pixels = request.processor_min_pixels;
+  config.max_pixels = request.processor_max_pixels;
+  config.do_resize = request.do_resize != 0;
+  config.do_rescale = request.do_rescale != 0;
+  config.do_normalize = request.do_normalize != 0;
+  config.rescale_factor = request.rescale_factor;
+  config.mean.assign(request.mean, request.mean + 3);
+  config.std.assign(request.std, request.std + 3);
+  return ImageProcessor(std::move(config));
+}
+
+absl::StatusOr<ProcessedImage> answer(int socket, const WorkerRequest& request) {
   std::string file(request.file_bytes, '\0');
   PARVL_RETURN_IF_ERROR(receive_all(socket, file.data(), file.size(), {}));
   ImageLimits limits;
@@ -18,7 +36,7 @@ absl::StatusOr<ProcessedImage> answer(int socket, const WorkerRequest& request, 
   limits.max_pixels = request.max_pixels;
   absl::StatusOr<ProcessedImage> out = invalid("no answer");
   const absl::Status status = catch_exceptions("it needs too much memory", [&] {
-    out = prepare_image(file, limits, processor);
+    out = LocalImages().prepare(file, limits, processor_of(request));
     return absl::OkStatus();
   });
   if (!status.ok()) return invalid(status.message());
@@ -47,8 +65,7 @@ absl::Status reply(int socket, const absl::StatusOr<ProcessedImage>& image) {
 
 }  // namespace
 
-absl::Status run_media_worker(const std::string& model_dir, int socket, int64_t memory_bytes) {
-  PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, ImageProcessor::load(model_dir));
+absl::Status run_media_worker(int socket, int64_t memory_bytes) {
   // Ctrl-C goes to all processes of a terminal; the pool says when it is time.
   ::signal(SIGINT, SIG_IGN);
   ::signal(SIGTERM, SIG_IGN);
@@ -58,7 +75,7 @@ absl::Status run_media_worker(const std::string& model_dir, int socket, int64_t 
   for (;;) {
     WorkerRequest request;
     if (!receive_all(socket, &request, sizeof request, {}).ok()) return absl::OkStatus();  // the pool is gone
-    const absl::StatusOr<ProcessedImage> image = answer(socket, request, processor);
+    const absl::StatusOr<ProcessedImage> image = answer(socket, request);
     if (absl::IsUnavailable(image.status())) return absl::OkStatus();
     PARVL_RETURN_IF_ERROR(reply(socket, image));
   }

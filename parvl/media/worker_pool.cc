@@ -23,6 +23,26 @@ constexpr uint32_t kMaxReplyText = 2000;
 
 absl::Status unusable(const std::string& why) { return invalid("its decoding was given up: ", why); }
 
+WorkerRequest make_request(std::string_view file, const ImageLimits& limits, const ImageProcessorConfig& config) {
+  WorkerRequest out;
+  out.file_bytes = file.size();
+  out.max_bytes = limits.max_bytes;
+  out.max_pixels = limits.max_pixels;
+  out.patch_size = config.patch_size;
+  out.temporal_patch_size = config.temporal_patch_size;
+  out.merge_size = config.merge_size;
+  out.resample = config.resample;
+  out.processor_min_pixels = config.min_pixels;
+  out.processor_max_pixels = config.max_pixels;
+  out.do_resize = config.do_resize;
+  out.do_rescale = config.do_rescale;
+  out.do_normalize = config.do_normalize;
+  out.rescale_factor = config.rescale_factor;
+  std::copy_n(config.mean.begin(), 3, out.mean);
+  std::copy_n(config.std.begin(), 3, out.std);
+  return out;
+}
+
 // Whether the numbers fit together; a worker that a picture took over could say anything.
 bool plausible(const WorkerReply& r) {
   constexpr int32_t kMaxSide = 1 << 16;
@@ -70,8 +90,8 @@ absl::Status MediaWorkerPool::spawn(Worker& worker) const {
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, theirs, kWorkerSocket);
   const std::string socket = std::to_string(kWorkerSocket), memory = std::to_string(options_.memory_bytes);
-  char* const argv[] = {const_cast<char*>(options_.program.c_str()), const_cast<char*>(options_.model_dir.c_str()),
-                        const_cast<char*>(socket.c_str()), const_cast<char*>(memory.c_str()), nullptr};
+  char* const argv[] = {const_cast<char*>(options_.program.c_str()), const_cast<char*>(socket.c_str()),
+                        const_cast<char*>(memory.c_str()), nullptr};
   char* const environment[] = {nullptr};  // nothing of ours is its business
   const int error = ::posix_spawn(&worker.pid, options_.program.c_str(), &actions, nullptr, argv, environment);
   posix_spawn_file_actions_destroy(&actions);
@@ -100,7 +120,8 @@ void MediaWorkerPool::kill(Worker& worker) {
   worker.pid = -1;
 }
 
-absl::StatusOr<ProcessedImage> MediaWorkerPool::prepare(std::string_view file, const ImageLimits& limits) {
+absl::StatusOr<ProcessedImage> MediaWorkerPool::prepare(std::string_view file, const ImageLimits& limits,
+                                                        const ImageProcessor& processor) {
   if (file.size() > limits.max_bytes) {
     return absl::ResourceExhaustedError(
         absl::StrCat("it has ", file.size(), " bytes, over the limit of ", limits.max_bytes));
@@ -115,7 +136,7 @@ absl::StatusOr<ProcessedImage> MediaWorkerPool::prepare(std::string_view file, c
   }
   const absl::Status started = worker.pid > 0 ? absl::OkStatus() : spawn(worker);
   if (started.ok()) {
-    out = ask(worker, file, limits);
+    out = ask(worker, make_request(file, limits, processor.config()), file);
     // What it said may be half of an answer: only a whole one leaves it fit for the next picture.
     const bool died = absl::IsUnavailable(out.status()), late = absl::IsDeadlineExceeded(out.status());
     if (died || late || absl::IsInternal(out.status())) kill(worker);
@@ -147,10 +168,9 @@ void MediaWorkerPool::give_back(size_t index, Worker worker) {
 }
 
 // Unavailable, DeadlineExceeded or Internal when the worker cannot be used any more; else its answer.
-absl::StatusOr<ProcessedImage> MediaWorkerPool::ask(const Worker& worker, std::string_view file,
-                                                    const ImageLimits& limits) const {
+absl::StatusOr<ProcessedImage> MediaWorkerPool::ask(const Worker& worker, const WorkerRequest& request,
+                                                    std::string_view file) const {
   const Until until{&clock_, clock_.now_ns() + std::chrono::nanoseconds(options_.timeout).count()};
-  const WorkerRequest request{file.size(), limits.max_bytes, limits.max_pixels};
   PARVL_RETURN_IF_ERROR(send_all(worker.socket, &request, sizeof request, until));
   PARVL_RETURN_IF_ERROR(send_all(worker.socket, file.data(), file.size(), until));
   WorkerReply reply;

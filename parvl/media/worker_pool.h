@@ -14,12 +14,12 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/media/image_source.h"
+#include "parvl/media/worker_protocol.h"
 
 namespace parvl {
 
 struct MediaWorkerOptions {
   std::string program;                        // the worker's executable
-  std::string model_dir;                      // whose preprocessor_config.json it reads before it gives up its rights
   int workers = 2;                            // pictures decoded at once; further callers wait
   int64_t memory_bytes = int64_t{2} << 30;    // of one worker's address space
   std::chrono::milliseconds timeout{30'000};  // for one picture; then the worker is killed
@@ -34,7 +34,8 @@ class MediaWorkerPool : public ImageSource {
   ~MediaWorkerPool() override;
 
   // InvalidArgument too when the worker died or took too long over this picture.
-  absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits) override;
+  absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits,
+                                         const ImageProcessor& processor) override;
 
   std::vector<pid_t> pids() const;  // of the workers that live
 
@@ -49,7 +50,7 @@ class MediaWorkerPool : public ImageSource {
   void give_back(size_t index, Worker worker);
   absl::Status spawn(Worker& worker) const;
   static void kill(Worker& worker);
-  absl::StatusOr<ProcessedImage> ask(const Worker& worker, std::string_view file, const ImageLimits& limits) const;
+  absl::StatusOr<ProcessedImage> ask(const Worker& worker, const WorkerRequest& request, std::string_view file) const;
 
   MediaWorkerOptions options_;
   const Clock& clock_;
@@ -60,6 +61,6 @@ class MediaWorkerPool : public ImageSource {
 
 // The worker's side: answers requests on descriptor `socket` until the other side closes it. Gives up all rights but
 // reading and writing open descriptors and managing its memory before it reads the first request.
-absl::Status run_media_worker(const std::string& model_dir, int socket, int64_t memory_bytes);
+absl::Status run_media_worker(int socket, int64_t memory_bytes);
 
 }  // namespace parvl

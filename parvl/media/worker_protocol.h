@@ -13,6 +13,11 @@ struct WorkerRequest {
   uint64_t file_bytes = 0;  // follow
   uint64_t max_bytes = 0;
   int64_t max_pixels = 0;
+  // The image processor's settings, as ImageProcessorConfig.
+  int32_t patch_size = 0, temporal_patch_size = 0, merge_size = 0, resample = 0;
+  int64_t processor_min_pixels = 0, processor_max_pixels = 0;
+  int32_t do_resize = 0, do_rescale = 0, do_normalize = 0;
+  double rescale_factor = 0, mean[3] = {}, std[3] = {};
 };
 
 struct WorkerReply {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "parvl/base/check.h"
+#include "parvl/kernels/gemm_bf16.h"
 #include "parvl/kernels/gemv.h"
 #include "parvl/kernels/norm.h"
 #include "parvl/kernels/rotary.h"
@@ -45,52 +46,86 @@ constexpr int64_t kGrain = 1 << 14;
 
 int64_t grain_rows(int64_t row_size) { return std::max<int64_t>(1, kGrain / row_size); }
 
-bool gemv_fits(const at::Tensor& x, const at::Tensor& weight) {
+// Which of our products takes these rows.
+enum class Product { kLibrary, kFloat, kBFloat16Widened, kBFloat16 };
+
+Product product_for(const at::Tensor& x, absl::Span<const WeightBias> weights) {
   const int64_t rows = x.numel() / std::max<int64_t>(1, x.size(-1));
-  return rows >= 1 && rows <= kernels::kGemvMaxRows && !x.is_cuda() && weight.is_contiguous() &&
-         weight.scalar_type() == x.scalar_type() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+  if (x.is_cuda() || rows < 1) return Product::kLibrary;
+  for (const WeightBias& part : weights) {
+    if (!part.weight.is_contiguous() || part.weight.scalar_type() != x.scalar_type()) return Product::kLibrary;
+  }
+  if (x.scalar_type() == at::kBFloat16 && kernels::has_bf16_dot() && rows >= kernels::kGemmBf16MinRows) {
+    return rows <= kernels::kGemmBf16MaxRows ? Product::kBFloat16 : Product::kLibrary;
+  }
+  if (rows > kernels::kGemvMaxRows) return Product::kLibrary;
+  if (x.scalar_type() == at::kFloat) return Product::kFloat;
+  return x.scalar_type() == at::kBFloat16 ? Product::kBFloat16Widened : Product::kLibrary;
 }
 
-// One parallel loop over the rows of all matrices: waking the threads costs as much as a small matrix.
-template <typename T>
-void run_gemv(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
-  const int64_t k = wide_x.size(-1), rows = wide_x.numel() / k;
+// `multiply(part, y, begin, end)` for outputs [begin, end) of each weight. One parallel loop over the rows of all
+// matrices: waking the threads costs as much as a small matrix.
+template <typename Multiply>
+void over_all_outputs(absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys, int64_t work_a_row,
+                      Multiply multiply) {
   int64_t total = 0;
   for (const WeightBias& part : weights) total += part.weight.size(0);
-  at::parallel_for(0, total, grain_rows(k), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, total, grain_rows(work_a_row), [&](int64_t begin, int64_t end) {
     int64_t first = 0;
     for (size_t i = 0; i < weights.size(); ++i) {
-      const auto& [weight, bias] = weights[i];
-      const int64_t n = weight.size(0), from = std::max<int64_t>(0, begin - first), to = std::min(n, end - first);
-      if (from < to) {
-        kernels::gemv<T>(data<float>(wide_x), data<T>(weight), bias.defined() ? data<T>(bias) : nullptr, data<T>(ys[i]),
-                         rows, n, k, from, to);
-      }
+      const int64_t n = weights[i].weight.size(0);
+      const int64_t from = std::max<int64_t>(0, begin - first), to = std::min(n, end - first);
+      if (from < to) multiply(weights[i], ys[i], from, to);
       first += n;
     }
   });
 }
 
+template <typename T>
+const T* bias_data(const WeightBias& part) {
+  return part.bias.defined() ? data<T>(part.bias) : nullptr;
+}
+
+template <typename T>
+void run_gemv(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
+  const int64_t k = wide_x.size(-1), rows = wide_x.numel() / k;
+  over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
+    kernels::gemv<T>(data<float>(wide_x), data<T>(part.weight), bias_data<T>(part), data<T>(y), rows,
+                     part.weight.size(0), k, from, to);
+  });
+}
+
+void run_gemm_bf16(const at::Tensor& x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
+  const int64_t k = x.size(-1), rows = x.numel() / k;
+  over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
+    kernels::gemm_bf16(data<BFloat16>(x), data<BFloat16>(part.weight), bias_data<BFloat16>(part), data<BFloat16>(y),
+                       rows, part.weight.size(0), k, from, to);
+  });
+}
+
 }  // namespace
 
-std::vector<at::Tensor> linears(const at::Tensor& x, absl::Span<const WeightBias> weights) {
+std::vector<at::Tensor> linears(const at::Tensor& input, absl::Span<const WeightBias> weights) {
   std::vector<at::Tensor> ys;
-  if (!std::all_of(weights.begin(), weights.end(), [&](const WeightBias& w) { return gemv_fits(x, w.weight); })) {
+  const Product product = product_for(input, weights);
+  if (product == Product::kLibrary) {
     for (const auto& [weight, bias] : weights) {
-      ys.push_back(at::linear(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt));
+      ys.push_back(at::linear(input, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt));
     }
     return ys;
   }
-  auto shape = x.sizes().vec();
+  auto shape = input.sizes().vec();
   for (const WeightBias& part : weights) {
     shape.back() = part.weight.size(0);
-    ys.push_back(at::empty(shape, x.options()));
+    ys.push_back(at::empty(shape, input.options()));
   }
-  const at::Tensor wide_x = x.contiguous().to(at::kFloat);
-  if (x.scalar_type() == at::kFloat) {
-    run_gemv<float>(wide_x, weights, ys);
+  const at::Tensor x = input.contiguous();
+  if (product == Product::kBFloat16) {
+    run_gemm_bf16(x, weights, ys);
+  } else if (product == Product::kFloat) {
+    run_gemv<float>(x, weights, ys);
   } else {
-    run_gemv<BFloat16>(wide_x, weights, ys);
+    run_gemv<BFloat16>(x.to(at::kFloat), weights, ys);
   }
   return ys;
 }

@@ -145,6 +145,15 @@ void tell(RecordedScheduler& scheduler, const Json& event) {
   }
 }
 
+// A decision that the record leaves out before line `line` is a difference too.
+void expect_no_more(std::vector<std::string>& decisions, int64_t line, ReplayReport& report) {
+  if (decisions.empty()) return;
+  report.differing_line = line;
+  report.recorded = "no decision";
+  report.replayed = decisions.front();
+  decisions.clear();
+}
+
 }  // namespace
 
 RecordedScheduler::RecordedScheduler(const SchedulerConfig& config, Write write)
@@ -196,7 +205,9 @@ absl::StatusOr<ReplayReport> replay(std::string_view record) {
   std::vector<std::string> decisions;  // made by the last event and not compared yet
   int64_t line_number = 0;
   for (size_t at = 0; at < record.size();) {
-    const size_t end = std::min(record.find('\n', at), record.size());
+    const size_t end = record.find('\n', at);
+    report.cut = end == std::string_view::npos;
+    if (report.cut) break;
     const std::string line(record.substr(at, end - at));
     at = end + 1;
     ++line_number;
@@ -211,8 +222,8 @@ absl::StatusOr<ReplayReport> replay(std::string_view record) {
         });
       } else if (json->contains("event")) {
         ++report.events;
-        decisions.clear();
-        tell(*scheduler, *json);
+        expect_no_more(decisions, line_number, report);
+        if (report.differing_line == 0) tell(*scheduler, *json);
       } else {
         ++report.decisions;
         const std::string ours = decisions.empty() ? "no decision" : decisions.front();
@@ -229,6 +240,7 @@ absl::StatusOr<ReplayReport> replay(std::string_view record) {
     if (report.differing_line != 0) return report;  // what follows makes no sense to a scheduler that went elsewhere
   }
   if (scheduler == nullptr) return invalid("the record is empty");
+  if (!report.cut) expect_no_more(decisions, line_number + 1, report);
   return report;
 }
 

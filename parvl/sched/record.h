@@ -34,6 +34,7 @@ class RecordedScheduler {
 struct ReplayReport {
   int64_t events = 0;
   int64_t decisions = 0;
+  bool cut = false;                // the last line was not written whole, as when the process died; it was left out
   int64_t differing_line = 0;      // the first line whose decision differs, counted from 1; 0: none
   std::string recorded, replayed;  // that decision, both ways
 };

@@ -21,16 +21,16 @@ absl::Status validate(const SchedulerConfig& c) {
   };
   PARVL_RETURN_IF_ERROR(positive("the KV block size", c.block_size));
   PARVL_RETURN_IF_ERROR(positive("the number of KV blocks", c.num_blocks));
-  PARVL_RETURN_IF_ERROR(positive("max-model-len", c.max_model_len));
-  PARVL_RETURN_IF_ERROR(positive("max-num-seqs", c.max_seqs));
-  PARVL_RETURN_IF_ERROR(positive("max-num-batched-tokens", c.max_batched_tokens));
+  PARVL_RETURN_IF_ERROR(positive("--max-model-len", c.max_model_len));
+  PARVL_RETURN_IF_ERROR(positive("--max-num-seqs", c.max_seqs));
+  PARVL_RETURN_IF_ERROR(positive("--max-num-batched-tokens", c.max_batched_tokens));
   if (c.max_batched_tokens < c.max_seqs) {
-    return invalid("max-num-batched-tokens ", c.max_batched_tokens, " is less than max-num-seqs ", c.max_seqs,
+    return invalid("--max-num-batched-tokens ", c.max_batched_tokens, " is less than --max-num-seqs ", c.max_seqs,
                    ", so not every running sequence could go on");
   }
   if (c.num_blocks * c.block_size < c.max_model_len) {
-    return invalid("the KV memory holds ", c.num_blocks * c.block_size, " tokens, fewer than max-model-len ",
-                   c.max_model_len, "; give it more memory, or lower max-model-len");
+    return invalid("the KV memory holds ", c.num_blocks * c.block_size, " tokens, fewer than --max-model-len ",
+                   c.max_model_len, "; give it more memory, or lower --max-model-len");
   }
   return absl::OkStatus();
 }

@@ -3,10 +3,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "parvl/media/image.h"
+#include "parvl/media/image_source.h"
 
 namespace parvl {
 
@@ -27,6 +28,8 @@ struct MediaPolicy {
   std::string local_path;  // file:// URLs may name files under this folder; "": none
   ImageLimits image;
   int64_t max_images = 16;  // a request
+  // Where pictures are decoded; never null.
+  std::shared_ptr<ImageSource> images = std::make_shared<LocalImages>();
 };
 
 struct ServeOptions {

@@ -1,7 +1,6 @@
 #include "parvl/serve/prepare_prompt.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 #include <variant>
 
@@ -35,22 +34,12 @@ absl::Status check_length(const std::string& name, const Prompt& prompt, const P
   return over_the_context(absl::StrCat(name, " has ", length, " tokens"), limits.max_model_len, api);
 }
 
-// The image, or 413 over a cap, 422 when it is broken.
-absl::StatusOr<Image> decode_item(const std::string& bytes, const ImageLimits& limits, const std::string& name) {
-  ImageLimits header_only = limits;
-  header_only.max_pixels = std::numeric_limits<int64_t>::max();
-  const absl::StatusOr<ImageSize> size = read_image_size(bytes, header_only);
-  if (size.ok() && int64_t{size->width} * size->height > limits.max_pixels) {
-    return api_error(
-        413,
-        absl::StrCat(name, " has ", size->width, " x ", size->height, " pixels, over the limit of ", limits.max_pixels),
-        "media_too_large");
-  }
-  absl::StatusOr<Image> image = decode_image(bytes, limits);
-  if (!image.ok()) {
-    return api_error(422, absl::StrCat(name, " cannot be decoded: ", image.status().message()), "media_unreadable");
-  }
-  return image;
+// 413 over a cap, 422 for what is broken; what failed on our side stays what it is.
+absl::Status media_error(const absl::Status& status, const std::string& name, const std::string& where) {
+  const std::string message = absl::StrCat(name, " cannot be decoded: ", status.message());
+  if (absl::IsResourceExhausted(status)) return api_error(413, message, "media_too_large", where);
+  if (absl::IsInvalidArgument(status)) return api_error(422, message, "media_unreadable", where);
+  return status;
 }
 
 // The model's image processor with the request's sizes.
@@ -77,27 +66,19 @@ absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(c
                                                                                int64_t max_model_len,
                                                                                const MediaPolicy& policy) {
   std::vector<std::shared_ptr<const ProcessedImage>> images;
-  const int64_t unit = int64_t{processor.config().patch_size} * processor.config().merge_size;
   int64_t tokens = 0;
   for (size_t i = 0; i < request.images.size(); ++i) {
     const MediaReference& reference = request.images[i];
     const std::string name = absl::StrCat("image ", i + 1, " of ", request.images.size(), " (", reference.where, ")");
     absl::StatusOr<std::string> bytes = load_media(reference.url, policy, name);
     if (!bytes.ok()) return with_field(bytes.status(), reference.where);
-    absl::StatusOr<Image> image = decode_item(*bytes, policy.image, name);
-    if (!image.ok()) return with_field(image.status(), reference.where);
-    const absl::StatusOr<ImageSize> target = processor.target_size(image->width, image->height);
-    if (target.ok()) tokens += (target->width / unit) * (target->height / unit);
+    absl::StatusOr<ProcessedImage> processed = policy.images->prepare(*bytes, policy.image, processor);
+    if (!processed.ok()) return media_error(processed.status(), name, reference.where);
+    tokens += processed->num_tokens();
     if (tokens >= max_model_len) {  // before the pixels of all of them fill the memory
       return over_the_context(absl::StrCat("the images up to number ", i + 1, " need ", tokens, " tokens"),
                               max_model_len, Api::kChat);
     }
-    absl::StatusOr<ProcessedImage> processed = processor.process(*image);
-    if (!processed.ok()) {
-      return api_error(422, absl::StrCat(name, " cannot be used: ", processed.status().message()), "media_unreadable",
-                       reference.where);
-    }
-    processed->key = processor.key_of(*bytes);
     images.push_back(std::make_shared<const ProcessedImage>(std::move(*processed)));
   }
   return images;

@@ -299,7 +299,7 @@ TEST_F(EngineTest, RefusesLimitsThatMakeNoSense) {
   options = {};
   options.max_seqs = 100;
   options.max_batched_tokens = 99;
-  EXPECT_THAT(refusal(options), testing::HasSubstr("max-num-batched-tokens 99 is less than max-num-seqs 100"));
+  EXPECT_THAT(refusal(options), testing::HasSubstr("--max-num-batched-tokens 99 is less than --max-num-seqs 100"));
   options = {};
   options.max_seqs = 0;
   EXPECT_THAT(refusal(options), testing::HasSubstr("max-num-seqs is 0"));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "parvl/base/rng.h"
+#include "parvl/kernels/gemm_bf16.h"
 #include "parvl/kernels/gemv.h"
 #include "parvl/kernels/norm.h"
 #include "parvl/kernels/paged_attention.h"
@@ -89,6 +90,46 @@ void check_gemv(int64_t rows, int64_t n, int64_t k, bool with_bias) {
     }
   }
   expect_close(y, want, 1);
+}
+
+// A row's result is the same to the bit in whatever company, and close to the exact sum.
+TEST(GemmBf16, EveryRowCountAndOddSizes) {
+  if (!has_bf16_dot()) GTEST_SKIP() << "this processor has no AVX512_BF16";
+  const int64_t n = 13;
+  for (const int64_t k : {1, 31, 32, 33, 200, 1027}) {
+    const auto x = random_values<BFloat16>(static_cast<size_t>(40 * k), 1);
+    const auto w = random_values<BFloat16>(static_cast<size_t>(n * k), 2);
+    const auto bias = random_values<BFloat16>(static_cast<size_t>(n), 3);
+    std::vector<double> want;
+    for (int64_t r = 0; r < 40; ++r) {
+      for (int64_t o = 0; o < n; ++o) {
+        double sum = static_cast<double>(widen(bias[static_cast<size_t>(o)]));
+        for (int64_t i = 0; i < k; ++i) {
+          sum += static_cast<double>(widen(x[static_cast<size_t>(r * k + i)])) *
+                 static_cast<double>(widen(w[static_cast<size_t>(o * k + i)]));
+        }
+        want.push_back(sum);
+      }
+    }
+    std::vector<BFloat16> all(static_cast<size_t>(40 * n));
+    gemm_bf16(x.data(), w.data(), bias.data(), all.data(), 40, n, k, 0, n);
+    expect_close(all, want, 1);
+    for (int64_t rows = kGemmBf16MinRows; rows < 40; ++rows) {
+      SCOPED_TRACE(::testing::Message() << rows << " rows, k " << k);
+      std::vector<BFloat16> y(static_cast<size_t>(rows * n));
+      gemm_bf16(x.data(), w.data(), bias.data(), y.data(), rows, n, k, 0, 5);  // two threads' shares
+      gemm_bf16(x.data(), w.data(), bias.data(), y.data(), rows, n, k, 5, n);
+      for (size_t i = 0; i < y.size(); ++i) ASSERT_EQ(y[i].bits, all[i].bits);
+    }
+  }
+}
+
+TEST(WritePages, PutsEachHeadOfARowIntoItsPlace) {
+  const std::string rows = "aabbccddeeff";  // 3 rows of 2 heads of 2 bytes
+  std::string pages(2 * 2 * 4 * 2, '.');    // 2 blocks of 2 heads of 4 tokens
+  const int32_t places[] = {5, 0, 3};
+  write_pages(rows.data(), pages.data(), places, 3, {4, 2, 2});
+  EXPECT_EQ(pages, "cc....eedd....ff..aa......bb....");
 }
 
 TEST(Gemv, EveryRowCountAndOddSizes) {

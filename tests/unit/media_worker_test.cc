@@ -26,7 +26,6 @@ class MediaWorkerTest : public testing::Test {
   MediaWorkerTest() {
     const std::filesystem::path here = std::filesystem::read_symlink("/proc/self/exe").parent_path();
     options_.program = (here.parent_path() / "parvl-media-worker").string();
-    options_.model_dir = std::string(PARVL_SOURCE_DIR) + "/examples/easy_vqa/model";
   }
 
   std::unique_ptr<MediaWorkerPool> start() {
@@ -43,15 +42,14 @@ class MediaWorkerTest : public testing::Test {
 
   RealClock clock_;
   MediaWorkerOptions options_;
+  ImageProcessor processor_{ImageProcessorConfig{.patch_size = 4, .min_pixels = 1024, .max_pixels = 65536}};
 };
 
 TEST_F(MediaWorkerTest, GivesWhatDecodingHereGives) {
   const auto pool = start();
-  const auto processor = ImageProcessor::load(options_.model_dir);
-  ASSERT_TRUE(processor.ok());
   for (const std::string& file : {picture(64, 64), picture(100, 37), picture(64, 64).substr(0, 60), std::string("text"),
                                   std::string(), picture(900, 4)}) {
-    const auto here = prepare_image(file, {}, *processor), there = pool->prepare(file, {});
+    const auto here = LocalImages().prepare(file, {}, processor_), there = pool->prepare(file, {}, processor_);
     ASSERT_EQ(there.status(), here.status());
     if (!here.ok()) continue;
     EXPECT_EQ(there->patches, here->patches);
@@ -62,9 +60,9 @@ TEST_F(MediaWorkerTest, GivesWhatDecodingHereGives) {
   }
   ImageLimits small;
   small.max_pixels = 100;
-  EXPECT_TRUE(absl::IsResourceExhausted(pool->prepare(picture(64, 64), small).status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(pool->prepare(picture(64, 64), small, processor_).status()));
   small.max_bytes = 10;
-  EXPECT_TRUE(absl::IsResourceExhausted(pool->prepare(picture(64, 64), small).status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(pool->prepare(picture(64, 64), small, processor_).status()));
 }
 
 TEST_F(MediaWorkerTest, AWorkerThatDiedAtRestCostsNothing) {
@@ -73,7 +71,7 @@ TEST_F(MediaWorkerTest, AWorkerThatDiedAtRestCostsNothing) {
   ::kill(first, SIGKILL);
   siginfo_t ended;
   ASSERT_EQ(::waitid(P_PID, static_cast<id_t>(first), &ended, WEXITED | WNOWAIT), 0);
-  EXPECT_TRUE(pool->prepare(picture(8, 8), {}).ok());
+  EXPECT_TRUE(pool->prepare(picture(8, 8), {}, processor_).ok());
   EXPECT_NE(pool->pids().at(0), first);
 }
 
@@ -81,11 +79,11 @@ TEST_F(MediaWorkerTest, TooMuchMemoryIsThePicturesFaultAlone) {
   options_.memory_bytes = 64 << 20;
   const std::string large = encode_png({5000, 5000, std::vector<uint8_t>(75'000'000, 9)});
   const auto pool = start();
-  EXPECT_TRUE(pool->prepare(picture(64, 64), {}).ok());
-  const absl::Status status = pool->prepare(large, {}).status();  // 75 MB of pixels
+  EXPECT_TRUE(pool->prepare(picture(64, 64), {}, processor_).ok());
+  const absl::Status status = pool->prepare(large, {}, processor_).status();  // 75 MB of pixels
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("memory"));
-  EXPECT_TRUE(pool->prepare(picture(64, 64), {}).ok());
+  EXPECT_TRUE(pool->prepare(picture(64, 64), {}, processor_).ok());
 }
 
 // A worker that is stopped answers nothing, as one that hangs.
@@ -95,17 +93,18 @@ TEST_F(MediaWorkerTest, AHangEndsAtTheTimeLimit) {
   const auto pool = start();
   const std::string small = picture(8, 8);
   ::kill(pool->pids().at(0), SIGSTOP);
-  const absl::Status status = pool->prepare(small, {}).status();
+  const absl::Status status = pool->prepare(small, {}, processor_).status();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("took too long"));
-  EXPECT_TRUE(pool->prepare(small, {}).ok());
+  EXPECT_TRUE(pool->prepare(small, {}, processor_).ok());
 }
 
 TEST_F(MediaWorkerTest, ManyCallersShareFewWorkers) {
   const auto pool = start();
   std::vector<std::future<bool>> all;
   for (int i = 0; i < 40; ++i) {
-    all.push_back(std::async(std::launch::async, [&, i] { return pool->prepare(picture(8 + i, 16), {}).ok(); }));
+    all.push_back(
+        std::async(std::launch::async, [&, i] { return pool->prepare(picture(8 + i, 16), {}, processor_).ok(); }));
   }
   for (auto& one : all) EXPECT_TRUE(one.get());
   EXPECT_LE(pool->pids().size(), 2u);

@@ -363,6 +363,14 @@ TEST(Replay, NamesTheDecisionThatDiffersAndTheLineThatMakesNoSense) {
   ASSERT_TRUE(report.ok());
   EXPECT_EQ(report->differing_line, 4);
   EXPECT_NE(report->recorded, report->replayed);
+  std::string shorter = record;  // without the decision
+  shorter.erase(shorter.find("{\"decision\""));
+  EXPECT_EQ(replay(shorter)->differing_line, 4);
+  EXPECT_EQ(replay(shorter + "{\"event\":\"finish\",\"id\":1}\n")->differing_line, 4);
+  const auto cut = replay(record.substr(0, record.size() - 3));  // written until the process died
+  ASSERT_TRUE(cut.ok());
+  EXPECT_TRUE(cut->cut);
+  EXPECT_EQ(cut->differing_line, 0);
   EXPECT_EQ(replay("").status().message(), "the record is empty");
   EXPECT_TRUE(absl::StartsWith(replay(record + "{\"event\":\"dance\"}\n").status().message(), "line 5: "));
   EXPECT_TRUE(absl::StartsWith(replay("{}\n").status().message(), "line 1: "));
