@@ -15,6 +15,7 @@
 #include "parvl/base/text.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/media/worker_pool.h"
+#include "parvl/serve/media_fetch.h"
 #include "parvl/serve/server.h"
 
 namespace parvl {
@@ -25,6 +26,7 @@ struct ServeFlags {
   EngineOptions engine;
   double shutdown_timeout_s = 30;
   std::string limit_mm_per_prompt;
+  std::vector<std::string> media_domains, private_media_hosts;
   std::string log_format = "text";
   int64_t tensor_parallel_size = 1;
   std::vector<std::string> short_tp;  // what follows -t in "-tp N"
@@ -102,6 +104,11 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   flags.serve.shutdown_timeout = std::chrono::milliseconds(std::llround(flags.shutdown_timeout_s * 1000));
   if (flags.serve.served_names.empty()) flags.serve.served_names = {flags.serve.model_dir};
   flags.serve.version = context.version;
+  FetchPolicy& fetch = flags.serve.media.fetch;
+  fetch.user_agent = "parvl/" + context.version;
+  PARVL_ASSIGN_OR_RETURN(fetch.domains, parse_media_hosts("--allowed-media-domains", flags.media_domains));
+  PARVL_ASSIGN_OR_RETURN(fetch.private_hosts,
+                         parse_media_hosts("--allowed-private-media-hosts", flags.private_media_hosts));
   std::random_device entropy;
   flags.serve.seed = static_cast<uint64_t>(entropy()) << 32 | entropy();
   flags.serve.stop_descriptor = signal.descriptor();
@@ -132,8 +139,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
 }
 
 void add_unavailable_options(CLI::App& command, ServeFlags& flags) {
-  for (const char* name : {"--config", "--device-map", "--gpu-memory-utilization", "--allowed-media-domains",
-                           "--allowed-private-media-hosts"}) {
+  for (const char* name : {"--config", "--device-map", "--gpu-memory-utilization"}) {
     CLI::Option* option = command.add_option(name, flags.unavailable_value, "Not available yet")
                               ->expected(0, 1)
                               ->group("Not available yet");
@@ -174,7 +180,8 @@ void add_serve_command(CLI::App& app, Context& context) {
                     "Keep the keys and values of prompts for requests that begin alike (default: on)");
   command->add_option("--record", engine.record_path,
                       "File to write every scheduling event and decision to, for `parvl replay`; it holds token ids");
-  command->add_option("--max-queue", serve.max_queue, "Requests that may wait; more get 429")->capture_default_str();
+  command->add_option("--max-queue", serve.max_queue, "Choices that may wait; a request with more gets 429")
+      ->capture_default_str();
   command->add_option("--api-key", serve.api_keys, "Keys, one of which every request but the probes must carry");
   command
       ->add_option("--shutdown-timeout", flags->shutdown_timeout_s, "Seconds that running requests have after SIGTERM")
@@ -184,6 +191,10 @@ void add_serve_command(CLI::App& app, Context& context) {
       "Items a request may hold, as image=4 (default: image=" + std::to_string(serve.media.max_images) + ")");
   command->add_option("--allowed-local-media-path", serve.media.local_path,
                       "Folder that file:// URLs may name files in");
+  command->add_option("--allowed-media-domains", flags->media_domains,
+                      "HOST,...: the only hosts that http and https URLs may name (default: any)");
+  command->add_option("--allowed-private-media-hosts", flags->private_media_hosts,
+                      "HOST,...: hosts whose address need not be public");
   command->add_option("--max-body-bytes", serve.http.body_bytes, "Largest request body")->capture_default_str();
   command->add_option("--log-format", flags->log_format, "text, or json: an object a line, with times and request ids")
       ->check(CLI::IsMember({"text", "json"}))

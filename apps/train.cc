@@ -34,11 +34,6 @@ absl::Status run_train(const TrainOptions& options, const Context& context) {
   if (options.dry_run) return not_available_yet("train --dry-run (it comes with parallel training)");
   // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
-  // oneDNN and its wrapper in libtorch keep about half a megabyte for each shape of a bfloat16 product, 1024 shapes
-  // each, and batches of new lengths bring new shapes at every step. One batch's shapes are enough: the layers share
-  // them.
-  setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128", /*overwrite=*/0);
-  setenv("LRU_CACHE_CAPACITY", "128", /*overwrite=*/0);
   const std::string world = get_env("WORLD_SIZE", "1");
   if (world != "1") {
     return invalid("WORLD_SIZE is ", excerpt(world),

@@ -37,6 +37,10 @@ int64_t peak_resident_bytes() {
 
 void tune_memory() {
   setenv("THP_MEM_ALLOC_ENABLE", "1", /*overwrite=*/0);
+  // oneDNN and its wrapper in libtorch keep about half a megabyte for each shape of a bfloat16 product, 1024 shapes
+  // each, and steps of new lengths bring new shapes. One step's shapes are enough: the layers share them.
+  setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64", /*overwrite=*/0);
+  setenv("LRU_CACHE_CAPACITY", "64", /*overwrite=*/0);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest value that glibc takes
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
 }

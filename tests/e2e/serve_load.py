@@ -73,9 +73,9 @@ class Load(unittest.TestCase):
                 status, _, body = server.chat(messages=ask("what color is the shape?", picture(i)), max_tokens=3)
                 self.assertEqual(status, 200, body)
 
-            in_threads(200, one)  # caches are full, allocators have settled
+            in_threads(1500, one)  # caches are full, allocators have settled
             memory, files = resident_kib(server), descriptors(server)
-            in_threads(IMAGE_REQUESTS, lambda i: one(1000 + i))
+            in_threads(IMAGE_REQUESTS, lambda i: one(1500 + i))
             growth = resident_kib(server) - memory
             print(f"{IMAGE_REQUESTS} image requests: {growth / 1024:.1f} MiB more, {descriptors(server) - files} descriptors more")
             self.assertLess(growth, 32 * 1024)
