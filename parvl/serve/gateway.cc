@@ -19,6 +19,7 @@ namespace parvl {
 namespace {
 
 constexpr size_t kPoolThreads = 2;        // parse, decode, tokenise
+constexpr size_t kFetchThreads = 16;      // prompts with items by http and https URL
 constexpr size_t kMaxWarnedFields = 256;  // a client cannot grow the list for ever
 constexpr size_t kMaxLoggedPath = 256;
 
@@ -73,6 +74,7 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       admission_(0, 0),
       metrics_("colocated", options.served_names.front()),
       pool_(kPoolThreads),
+      fetch_pool_(kFetchThreads),
       created_(clock.wall_ns() / 1'000'000'000) {
   for (const std::string& key : options.api_keys) key_hashes_.push_back(sha256_hex(key));
 }
@@ -82,7 +84,9 @@ Gateway::~Gateway() = default;
 void Gateway::stop() {
   when_idle_ = nullptr;
   admission_.close();
+  stop_fetching_.request_stop();
   pool_.join();
+  fetch_pool_.join();
   model_.reset();
 }
 
@@ -280,6 +284,7 @@ void Gateway::drain(std::function<void()> when_idle) {
 
 void Gateway::cut() {
   state_ = State::kCutting;
+  stop_fetching_.request_stop();
   for (Wakeup* wakeup : active_) wakeup->notify();
 }
 

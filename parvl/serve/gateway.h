@@ -4,6 +4,7 @@
 #include <list>
 #include <memory>
 #include <set>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -58,9 +59,13 @@ class Gateway : public HttpHandler {
   const ServeOptions& options() const { return options_; }
   LoadedModel& model() { return *model_; }
   const LoadedModel& model() const { return *model_; }
-  PromptMaker prompt_maker() const { return {model_->prompts(), model_->limits, options_.media}; }
+  PromptMaker prompt_maker() const {
+    return {model_->prompts(), model_->limits, options_.media, stop_fetching_.get_token()};
+  }
   Admission& admission() { return admission_; }
   asio::thread_pool& pool() { return pool_; }
+  // For what may fetch from the web and wait for it, so that it keeps nobody else waiting.
+  asio::thread_pool& fetch_pool() { return fetch_pool_; }
   asio::io_context& io() { return io_; }
   Metrics& metrics() { return metrics_; }
   const Clock& clock() const { return clock_; }
@@ -98,7 +103,8 @@ class Gateway : public HttpHandler {
   Rng rng_;
   Admission admission_;
   Metrics metrics_;
-  asio::thread_pool pool_;
+  asio::thread_pool pool_, fetch_pool_;
+  std::stop_source stop_fetching_;
   std::unique_ptr<LoadedModel> model_;
   int64_t created_;  // of the model, in seconds since 1970
   State state_ = State::kLoading;

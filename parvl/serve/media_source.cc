@@ -142,7 +142,8 @@ absl::StatusOr<std::string> decode_base64(std::string_view text) {
   return out;
 }
 
-absl::StatusOr<std::string> load_media(std::string_view url, const MediaPolicy& policy, const std::string& name) {
+absl::StatusOr<std::string> load_media(std::string_view url, const MediaPolicy& policy, const std::string& name,
+                                       MediaFetcher& fetcher) {
   const size_t colon = url.find(':');
   const std::string scheme =
       colon == std::string_view::npos || colon > 16 ? "" : absl::AsciiStrToLower(std::string(url.substr(0, colon)));
@@ -153,12 +154,9 @@ absl::StatusOr<std::string> load_media(std::string_view url, const MediaPolicy& 
       return api_error(400, name + " must be file:// and an absolute path", "media_not_allowed");
     return load_local_file(rest.substr(2), policy, name);
   }
-  if (scheme == "http" || scheme == "https") {
-    return api_error(400, absl::StrCat(name, ": fetching ", scheme, " URLs is not available yet; send a data: URI"),
-                     "not_available_yet");
-  }
-  return api_error(
-      400, absl::StrCat(name, " has a URL of unknown kind, ", excerpt(url, 30), "; data: and file:// are known"));
+  if (is_web_url(url)) return fetcher.fetch(url, name);
+  return api_error(400, absl::StrCat(name, " has a URL of unknown kind, ", excerpt(url, 30),
+                                     "; data:, http://, https:// and file:// are known"));
 }
 
 absl::StatusOr<std::string> resolve_media_folder(const std::string& path) {

@@ -24,9 +24,21 @@ struct HttpLimits {
   std::chrono::milliseconds linger{3'000};  // after the last answer, for a client that still sends
 };
 
+// http and https URLs of media. Hosts are spelled as parse_media_hosts() does.
+struct FetchPolicy {
+  std::vector<std::string> domains;                // the only hosts that may be named; empty: any
+  std::vector<std::string> private_hosts;          // hosts that may have an address that is not public
+  std::chrono::milliseconds connect_time{5'000};   // to resolve a host and connect to it
+  std::chrono::milliseconds item_time{10'000};     // for an item, with its redirects
+  std::chrono::milliseconds request_time{30'000};  // for all items of a request
+  int max_redirects = 5;
+  std::string user_agent = "parvl";
+};
+
 struct MediaPolicy {
   std::string local_path;  // file:// URLs may name files under this folder; "": none
   ImageLimits image;
+  FetchPolicy fetch;
   int64_t max_images = 16;  // a request
   // Where pictures are decoded; never null.
   std::shared_ptr<ImageSource> images = std::make_shared<LocalImages>();

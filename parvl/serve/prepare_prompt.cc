@@ -64,13 +64,14 @@ absl::StatusOr<ImageProcessor> processor_for(const PixelRange& pixels, const Ima
 absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(const GenerateRequest& request,
                                                                                const ImageProcessor& processor,
                                                                                int64_t max_model_len,
-                                                                               const MediaPolicy& policy) {
+                                                                               const MediaPolicy& policy,
+                                                                               MediaFetcher& fetcher) {
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   int64_t tokens = 0;
   for (size_t i = 0; i < request.images.size(); ++i) {
     const MediaReference& reference = request.images[i];
     const std::string name = absl::StrCat("image ", i + 1, " of ", request.images.size(), " (", reference.where, ")");
-    absl::StatusOr<std::string> bytes = load_media(reference.url, policy, name);
+    absl::StatusOr<std::string> bytes = load_media(reference.url, policy, name, fetcher);
     if (!bytes.ok()) return with_field(bytes.status(), reference.where);
     absl::StatusOr<ProcessedImage> processed = policy.images->prepare(*bytes, policy.image, processor);
     if (!processed.ok()) return media_error(processed.status(), name, reference.where);
@@ -105,7 +106,8 @@ absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request,
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   if (!request.images.empty()) {
     PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, processor_for(request.pixels, prompts.image_processor()));
-    PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy));
+    MediaFetcher fetcher(policy, stop);
+    PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy, fetcher));
   }
   absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), options);
   if (!prompt.ok()) return with_field(prompt.status(), "messages");

@@ -1,7 +1,8 @@
 // A request's messages and images, or its texts → the prompts that the engine takes. Runs on a worker thread: it
-// decodes and resizes.
+// fetches, decodes and resizes.
 #pragma once
 
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -20,11 +21,13 @@ struct PromptLimits {
 PromptLimits prompt_limits(const Engine& engine);
 
 // Thread-safe. Errors are answers' statuses: 400 over the context (naming the limit), 413 an image over a cap, 422 an
-// image that cannot be read or decoded (naming the item), and the chat template's own refusals (400).
+// image that cannot be fetched, read or decoded (naming the item), the chat template's own refusals (400), and 503 when
+// stopped.
 struct PromptMaker {
   const PromptBuilder& prompts;
   const PromptLimits& limits;
   const MediaPolicy& policy;
+  std::stop_token stop = {};  // ends what is being fetched
 
   // One for the messages, or one for each plain prompt.
   absl::StatusOr<std::vector<Prompt>> prepare(const GenerateRequest& request) const;

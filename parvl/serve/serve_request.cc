@@ -1,5 +1,6 @@
 #include "parvl/serve/serve_request.h"
 
+#include <algorithm>
 #include <deque>
 #include <utility>
 
@@ -7,6 +8,7 @@
 #include "parvl/serve/answer.h"
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/gateway.h"
+#include "parvl/serve/media_fetch.h"
 
 namespace parvl {
 namespace {
@@ -90,6 +92,11 @@ absl::Status shutting_down() {
   return api_error(503, "the server shut down before this request was finished", "draining");
 }
 
+bool names_web_items(const GenerateRequest& request) {
+  return std::any_of(request.images.begin(), request.images.end(),
+                     [](const MediaReference& image) { return is_web_url(image.url); });
+}
+
 absl::Status queue_full(const Gateway& gateway) {
   return api_error(429,
                    absl::StrCat("the queue is full: ", gateway.options().max_queue, " requests wait (--max-queue)"),
@@ -127,7 +134,8 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
 
   // preprocess
   auto prepare = [&] { return gateway.prompt_maker().prepare(*request); };
-  absl::StatusOr<std::vector<Prompt>> prompts = co_await run_on(gateway.pool(), prepare);
+  asio::thread_pool& pool = names_web_items(*request) ? gateway.fetch_pool() : gateway.pool();
+  absl::StatusOr<std::vector<Prompt>> prompts = co_await run_on(pool, prepare);
   request->forget_inputs();  // as large as the body, and not needed any more
   if (connection.gone()) co_return;
   if (!prompts.ok()) co_return co_await connection.reply_error(prompts.status());

@@ -58,10 +58,10 @@ absl::StatusOr<Json> detokenize(const std::string& text, const Gateway& gateway)
 
 // The whole work on a pool thread, which may read what the gateway holds; long texts take their time.
 template <typename Work>
-asio::awaitable<void> answer_with(Gateway& gateway, HttpConnection& connection, Work work) {
+asio::awaitable<void> answer_with(Gateway& gateway, asio::thread_pool& pool, HttpConnection& connection, Work work) {
   const Gateway::ActiveRequest active(gateway, *connection.wakeup());
   auto run = [&gateway, work, body = connection.take_body()] { return work(body, gateway); };
-  const absl::StatusOr<Json> json = co_await run_on(gateway.pool(), std::move(run));
+  const absl::StatusOr<Json> json = co_await run_on(pool, std::move(run));
   if (json.ok()) {
     co_await connection.reply(200, dump_json(*json));
   } else {
@@ -72,11 +72,11 @@ asio::awaitable<void> answer_with(Gateway& gateway, HttpConnection& connection, 
 }  // namespace
 
 asio::awaitable<void> serve_tokenize(Gateway& gateway, HttpConnection& connection) {
-  return answer_with(gateway, connection, tokenize);
+  return answer_with(gateway, gateway.fetch_pool(), connection, tokenize);  // messages may name images by URL
 }
 
 asio::awaitable<void> serve_detokenize(Gateway& gateway, HttpConnection& connection) {
-  return answer_with(gateway, connection, detokenize);
+  return answer_with(gateway, gateway.pool(), connection, detokenize);
 }
 
 }  // namespace parvl

@@ -100,8 +100,7 @@ class ErrorTable(unittest.TestCase):
         for url in (data_uri(good[:50]), data_uri(b"text"), data_uri(b""), "data:image/png;base64,!!!!", "data:image/png;base64",
                     (self.allowed / "missing.png").as_uri()):
             self.check(422, self.image(url), says="image 1")
-        for url in ("https://host.example.com/a.png", "http://127.0.0.1/a.png"):
-            self.check(400, self.image(url), says="not available yet")
+        self.check(400, self.image("http://127.0.0.1/a.png"), says="--allowed-private-media-hosts")
         for url in ("file:///etc/passwd", (self.allowed.parent / "secret.png").as_uri(), (self.allowed / "link.png").as_uri(),
                     (self.allowed / ".." / "secret.png").as_posix().replace("/", "file:///", 1), "ftp://x/y", "", "nonsense"):
             self.check(400, self.image(url))
@@ -253,6 +252,8 @@ class CommandLine(unittest.TestCase):
                             (("--model", "x", "--port", "99999"), "--port"),
                             (("--model", "x", "--limit-mm-per-prompt", "image=x"), "--limit-mm-per-prompt"),
                             (("--model", "x", "--dtype", "int3"), "--dtype"),
+                            (("--model", "x", "--allowed-media-domains", "a.test,http://b.test"), "--allowed-media-domains"),
+                            (("--model", "x", "--allowed-private-media-hosts", "10.0.0.0/8"), "--allowed-private-media-hosts"),
                             (("--model", "x", "--no-such-flag"), "--no-such-flag"),
                             (("--model", "no/such/folder", "--port", "0"), "no/such/folder")):
             done = self.run_parvl("serve", *flags)

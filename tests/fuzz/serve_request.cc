@@ -66,12 +66,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   parvl::MediaPolicy policy;
   policy.local_path = "/no/such";
   policy.image.max_bytes = 64;
+  policy.fetch.domains = {"no-such-host.invalid"};  // URLs are read, and nothing is fetched
+  parvl::MediaFetcher fetcher(policy);
   std::vector<std::string> urls = {text};
   if (request.ok()) {
     for (const auto& image : request->images) urls.push_back(image.url);
   }
   for (const std::string& url : urls) {
-    const auto bytes = parvl::load_media(url, policy, "image 1");
+    const auto bytes = parvl::load_media(url, policy, "image 1", fetcher);
     if (!bytes.ok()) {
       require_refusal(bytes.status());
     } else {
