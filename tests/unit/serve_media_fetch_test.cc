@@ -148,6 +148,8 @@ TEST_F(MediaFetchTest, SendsNothingOfItsOwnAndUsesNoProxy) {
   const std::string dead_proxy = "http://127.0.0.1:1";
   ASSERT_EQ(::setenv("http_proxy", dead_proxy.c_str(), 1), 0);
   ASSERT_EQ(::setenv("ALL_PROXY", dead_proxy.c_str(), 1), 0);
+  ::unsetenv("no_proxy");  // which would hide the two
+  ::unsetenv("NO_PROXY");
   EXPECT_TRUE(fetch(server_.url("/a")).ok());
   ::unsetenv("http_proxy");
   ::unsetenv("ALL_PROXY");
