@@ -8,7 +8,7 @@
 
 namespace parvl::kernels {
 
-constexpr int64_t kGemmBf16MinRows = 4;  // fewer are reads of the weight, which gemv does as fast
+constexpr int64_t kGemmBf16MinRows = 4;   // fewer are reads of the weight, which gemv does as fast
 constexpr int64_t kGemmBf16MaxRows = 32;  // with more, packing the operands pays
 
 // Whether this processor has the instruction (AVX512_BF16).
