@@ -118,11 +118,12 @@ struct EmbeddingFn : Function<EmbeddingFn> {
 };
 
 struct RmsNormFn : Function<RmsNormFn> {
+  static std::tuple<at::Tensor, at::Tensor> compute(const at::Tensor& x, const Param& weight, double eps) {
+    return x.is_cuda() ? at::_fused_rms_norm(x, {x.size(-1)}, weight.value, eps) : cpu::rms_norm(x, weight.value, eps);
+  }
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& /*anchor*/, int64_t weight_ptr,
                             double eps, int64_t queue) {
-    const auto& weight = *reinterpret_cast<const Param*>(weight_ptr);
-    auto [y, rstd] =
-        x.is_cuda() ? at::_fused_rms_norm(x, {x.size(-1)}, weight.value, eps) : cpu::rms_norm(x, weight.value, eps);
+    auto [y, rstd] = compute(x, *reinterpret_cast<const Param*>(weight_ptr), eps);
     ctx->saved_data["weight"] = weight_ptr;
     ctx->saved_data["queue"] = queue;
     ctx->save_for_backward({x, rstd});
@@ -171,9 +172,12 @@ struct LayerNormFn : Function<LayerNormFn> {
 };
 
 struct SwigluFn : Function<SwigluFn> {
+  static at::Tensor compute(const at::Tensor& gate, const at::Tensor& up) {
+    return cuda::fits(gate) ? cuda::swiglu(gate, up) : at::silu(gate).mul_(up);
+  }
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
     ctx->save_for_backward({gate, up});
-    return cuda::fits(gate) ? cuda::swiglu(gate, up) : at::silu(gate).mul_(up);
+    return compute(gate, up);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
@@ -189,9 +193,12 @@ struct SwigluFn : Function<SwigluFn> {
 // silu(a x) / a with a = 1.702 is x · sigmoid(a x), and its derivative is silu'(a x).
 constexpr double kQuickGelu = 1.702;
 struct QuickGeluFn : Function<QuickGeluFn> {
+  static at::Tensor compute(const at::Tensor& x) {
+    return cuda::fits(x) ? cuda::quick_gelu(x) : at::silu(x * kQuickGelu).mul_(1 / kQuickGelu);
+  }
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
     ctx->save_for_backward({x});
-    return cuda::fits(x) ? cuda::quick_gelu(x) : at::silu(x * kQuickGelu).mul_(1 / kQuickGelu);
+    return compute(x);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const at::Tensor x = ctx->get_saved_variables()[0];
@@ -317,6 +324,8 @@ at::Tensor embedding(const at::Tensor& ids_T, const Param& table) {
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const Param& weight, double eps) {
+  // Without a graph the bookkeeping of a Function costs as much as a small kernel.
+  if (!at::GradMode::is_enabled()) return std::get<0>(RmsNormFn::compute(x, weight, eps));
   return RmsNormFn::apply(x, anchor_for(weight), pack(&weight), eps, pack(t_queue));
 }
 
@@ -324,9 +333,14 @@ at::Tensor layer_norm(const at::Tensor& x, const Param& weight, const Param& bia
   return LayerNormFn::apply(x, anchor_for(weight, &bias), pack(&weight), pack(&bias), eps, pack(t_queue));
 }
 
-at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) { return SwigluFn::apply(gate, up); }
-at::Tensor quick_gelu(const at::Tensor& x) { return QuickGeluFn::apply(x); }
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  return at::GradMode::is_enabled() ? SwigluFn::apply(gate, up) : SwigluFn::compute(gate, up);
+}
+at::Tensor quick_gelu(const at::Tensor& x) {
+  return at::GradMode::is_enabled() ? QuickGeluFn::apply(x) : QuickGeluFn::compute(x);
+}
 at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::Tensor& sin_TF) {
+  if (!at::GradMode::is_enabled()) return rotate(x_TND, cos_TF, sin_TF, false);
   return RotaryFn::apply(x_TND, cos_TF, sin_TF);
 }
 
