@@ -1,4 +1,5 @@
 """`parvl bench` against a server that does what the test says: what is sent and when, and what counts as failed."""
+# slow
 import json
 import pathlib
 import signal

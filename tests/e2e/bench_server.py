@@ -1,4 +1,5 @@
 """`parvl bench` against `parvl serve`, one that is killed, and nobody; and what its command line refuses."""
+# slow
 import json
 import pathlib
 import socket

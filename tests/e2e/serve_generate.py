@@ -1,4 +1,5 @@
 """`parvl generate` on the example model, and that a server answers the same."""
+# slow
 import json
 import pathlib
 import shutil

@@ -1,4 +1,5 @@
 """What `parvl train` says about recipes, data and folders that cannot be used: one sentence and the right exit status."""
+# slow
 import json
 import os
 import shutil

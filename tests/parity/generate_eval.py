@@ -1,4 +1,5 @@
 """`parvl eval`: its accuracies are those of transformers' greedy answers; data sets that cannot be scored are refused."""
+# slow
 import json
 import os
 import pathlib

@@ -1,4 +1,5 @@
 """`parvl generate` against transformers' generate with its own processor and chat template, on whole small directories."""
+# slow
 import json
 import os
 import pathlib

@@ -1,4 +1,5 @@
 """`parvl model inspect` against what the safetensors files hold."""
+# slow
 import glob
 import json
 import os
