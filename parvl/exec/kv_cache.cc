@@ -1,48 +1,14 @@
 #include "parvl/exec/kv_cache.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
 #include "parvl/base/check.h"
 #include "parvl/kernels/paged_attention.h"
+#include "parvl/models/packing.h"
 
 namespace parvl {
-namespace {
-
-using kernels::BFloat16;
-
-// Calls f with a value of the kernels' type for a tensor's dtype; false for one that they do not have.
-template <typename F>
-bool with_kernel_type(at::ScalarType type, F f) {
-  switch (type) {
-    case at::kFloat:
-      f(float{});
-      return true;
-    case at::kDouble:
-      f(double{});
-      return true;
-    case at::kBFloat16:
-      f(BFloat16{});
-      return true;
-    default:
-      return false;
-  }
-}
-
-template <typename T>
-T* data(const at::Tensor& x) {
-  return static_cast<T*>(x.data_ptr());
-}
-
-bool has_kernel(const at::Tensor& x_TND) {
-  return !x_TND.is_cuda() && x_TND.scalar_type() != at::kHalf && x_TND.size(2) <= kernels::kPagedMaxDim;
-}
-
-}  // namespace
-
 KvPages::KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size)
     : spec_(spec), options_(at::TensorOptions().dtype(type).device(device)), block_size_(block_size) {
   PARVL_CHECK(block_size >= 1 && block_size <= kernels::kPagedMaxBlock, "a KV block size that the kernel cannot take");
@@ -79,11 +45,11 @@ void PagedAttention::begin(std::vector<PagedSequence> sequences) {
       places_.push_back(static_cast<int32_t>(s.blocks[static_cast<size_t>(position / size)] * size + position % size));
     }
     rows_.push_back(rows_.back() + s.count);
-    if (s.count == 1 && s.begin > 0) decoding_.push_back(i);
+    if (s.count == 1 && s.begin > 0) decoding_.push_back({rows_[i], s.blocks.data(), s.begin + 1});
   }
   const at::Device device = pages_.keys(0).device();
   if (!device.is_cuda()) return;
-  const at::Tensor places = at::tensor(std::vector<int64_t>(places_.begin(), places_.end()), at::kLong).to(device);
+  const at::Tensor places = to_device(std::vector<int64_t>(places_.begin(), places_.end()), device);
   write_blocks_ = places.floor_divide(size);
   write_offsets_ = places.remainder(size);
 }
@@ -97,13 +63,8 @@ void PagedAttention::write(int64_t layer, const at::Tensor& k_TKD, const at::Ten
     values.index_put_(where, v_TKD);
     return;
   }
-  const int64_t size = pages_.block_size(), heads = keys.size(1);
-  const int64_t bytes = keys.size(3) * static_cast<int64_t>(keys.element_size());
-  const at::Tensor k = k_TKD.contiguous(), v = v_TKD.contiguous();
-  for (const auto& [rows, pages] : {std::pair{&k, &keys}, std::pair{&v, &values}}) {
-    kernels::write_pages(static_cast<const char*>(rows->data_ptr()), static_cast<char*>(pages->data_ptr()),
-                         places_.data(), static_cast<int64_t>(places_.size()), {size, heads, bytes});
-  }
+  write_pages(k_TKD, places_, keys);
+  write_pages(v_TKD, places_, values);
 }
 
 at::Tensor PagedAttention::attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD,
@@ -111,30 +72,12 @@ at::Tensor PagedAttention::attend(int64_t layer, const at::Tensor& q_TND, const 
   PARVL_CHECK(q_TND.size(0) == rows_.back(), "the cache was prepared for another number of tokens");
   write(layer, k_TKD, v_TKD);
   const at::Tensor q = q_TND.contiguous();
-  const bool kernel = has_kernel(q);
+  const bool kernel = has_paged_kernel(q);
   if (sequences_.size() == 1 && sequences_[0].begin == 0) {
     return packed_attention(q, k_TKD, v_TKD, SeqLayout({sequences_[0].count}, q.device()), /*causal=*/true);
   }
   const at::Tensor out = at::empty_like(q);
-  if (kernel && !decoding_.empty()) {
-    const at::Tensor &keys = pages_.keys(layer), &values = pages_.values(layer);
-    with_kernel_type(q.scalar_type(), [&]<typename T>(T) {
-      const int64_t heads = q.size(1), dim = q.size(2), all = heads * static_cast<int64_t>(decoding_.size());
-      at::parallel_for(0, all, 1, [&](int64_t begin, int64_t end) {
-        while (begin < end) {
-          const size_t index = decoding_[static_cast<size_t>(begin / heads)];
-          const PagedSequence& s = sequences_[index];
-          const int64_t first = begin % heads, last = std::min(heads, first + end - begin);
-          kernels::Pages<T> pages{data<const T>(keys), data<const T>(values), s.blocks.data(),
-                                  pages_.block_size(), keys.size(1),          dim,
-                                  s.begin + s.count};
-          const int64_t row = rows_[index] * heads * dim;
-          kernels::paged_attention_decode<T>(data<const T>(q) + row, pages, data<T>(out) + row, heads, first, last);
-          begin += last - first;
-        }
-      });
-    });
-  }
+  if (kernel && !decoding_.empty()) paged_attention(q, pages_.keys(layer), pages_.values(layer), decoding_, out);
   for (size_t i = 0; i < sequences_.size(); ++i) {
     const PagedSequence& s = sequences_[i];
     if (kernel && s.count == 1 && s.begin > 0) continue;
@@ -150,8 +93,7 @@ at::Tensor PagedAttention::attend_gathered(int64_t layer, const PagedSequence& s
   const int64_t total = s.begin + s.count, heads = q_TND.size(1), size = pages_.block_size();
   const auto options = at::TensorOptions().dtype(at::kLong).device(q_TND.device());
   const at::Tensor table =
-      at::tensor(std::vector<int64_t>(s.blocks.begin(), s.blocks.begin() + (total + size - 1) / size), at::kLong)
-          .to(q_TND.device());
+      to_device(std::vector<int64_t>(s.blocks.begin(), s.blocks.begin() + (total + size - 1) / size), q_TND.device());
   // [blocks, K, size, D] → [1, N, total, D]
   const auto gather = [&](const at::Tensor& pages) {
     const at::Tensor rows = pages.index_select(0, table).transpose(0, 1);

@@ -58,7 +58,7 @@ class PagedAttention : public AttentionBackend {
   KvPages& pages_;
   std::vector<PagedSequence> sequences_;
   std::vector<int64_t> rows_;                // the first row of each sequence, and the number of rows
-  std::vector<size_t> decoding_;             // those with one new token and something before it
+  std::vector<PagedRow> decoding_;           // of those with one new token and something before it
   std::vector<int32_t> places_;              // per row: block · block_size + offset
   at::Tensor write_blocks_, write_offsets_;  // the same on a GPU, int64 [T]
 };

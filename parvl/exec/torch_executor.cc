@@ -206,16 +206,13 @@ class TorchExecutor : public ModelExecutor {
       if (work.samples) sample_rows.push_back(base + work.count - 1);
     }
     BackboneBatch batch;
-    const auto to_device = [&](const std::vector<int64_t>& values) {
-      return at::tensor(values, at::kLong).to(files_.device);
-    };
-    batch.ids = to_device(ids);
+    batch.ids = to_device(ids, files_.device);
     batch.rope = model().backbone().rope(positions, files_.device);
     attention_->begin(std::move(sequences));
     batch.attention = attention_;
     Bundle in;
     if (!visual.empty()) {
-      batch.visual_rows = to_device(visual_rows);
+      batch.visual_rows = to_device(visual_rows, files_.device);
       in.set("visual", at::cat(visual, 0));
     }
     const at::Tensor hidden = run_pieces(model().backbone().pieces(batch), in).at("hidden");
@@ -225,7 +222,7 @@ class TorchExecutor : public ModelExecutor {
     }
     return model()
         .backbone()
-        .logits(hidden.index_select(0, to_device(sample_rows)))
+        .logits(hidden.index_select(0, to_device(sample_rows, files_.device)))
         .to(at::kCPU, at::kFloat)
         .contiguous();
   }

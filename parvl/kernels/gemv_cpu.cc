@@ -87,6 +87,15 @@ PARVL_INLINE void all_rows(const float* x, const T* w, const T* bias, T* y, int6
   for (; r < rows; ++r) dot_block<T, 1, Wide, false>(x + r * k, w, bias, y + r * n, n, k, o);
 }
 
+// One to three rows: more of the weights side by side, as many sums as fit the registers.
+template <typename T, int Wide>
+PARVL_INLINE void few_rows(const float* x, const T* w, const T* bias, T* y, int64_t rows, int64_t n, int64_t k,
+                           int64_t o) {
+  if (rows == 1) return dot_block<T, 1, Wide, true>(x, w, bias, y, n, k, o);
+  dot_block<T, 2, Wide, true>(x, w, bias, y, n, k, o);
+  if (rows == 3) dot_block<T, 1, Wide, false>(x + 2 * k, w, bias, y + 2 * n, n, k, o);
+}
+
 template <typename T>
 PARVL_INLINE void gemv_rows(const float* x, const T* w, const T* bias, T* y, int64_t rows, int64_t n, int64_t k,
                             int64_t begin, int64_t end) {
@@ -94,29 +103,9 @@ PARVL_INLINE void gemv_rows(const float* x, const T* w, const T* bias, T* y, int
   if (rows >= 4) {
     for (; o + 4 <= end; o += 4) all_rows<T, 4>(x, w, bias, y, rows, n, k, o);
     for (; o < end; ++o) all_rows<T, 1>(x, w, bias, y, rows, n, k, o);
-    return;
-  }
-  // Few rows: more of the weights side by side, as many sums as fit the registers.
-  for (; o < end;) {
-    const bool wide = o + 8 <= end;
-    for (int64_t r = 0; r < rows;) {
-      const bool two = r + 2 <= rows, first = r == 0;
-      const float* from = x + r * k;
-      T* to = y + r * n;
-      if (wide && two) {
-        first ? dot_block<T, 2, 8, true>(from, w, bias, to, n, k, o)
-              : dot_block<T, 2, 8, false>(from, w, bias, to, n, k, o);
-      } else if (wide) {
-        first ? dot_block<T, 1, 8, true>(from, w, bias, to, n, k, o)
-              : dot_block<T, 1, 8, false>(from, w, bias, to, n, k, o);
-      } else if (two) {
-        dot_block<T, 2, 1, false>(from, w, bias, to, n, k, o);
-      } else {
-        dot_block<T, 1, 1, false>(from, w, bias, to, n, k, o);
-      }
-      r += two ? 2 : 1;
-    }
-    o += wide ? 8 : 1;
+  } else {
+    for (; o + 8 <= end; o += 8) few_rows<T, 8>(x, w, bias, y, rows, n, k, o);
+    for (; o < end; ++o) few_rows<T, 1>(x, w, bias, y, rows, n, k, o);
   }
 }
 

@@ -3,11 +3,12 @@
 #include "parvl/base/check.h"
 
 namespace parvl {
-namespace {
 
 at::Tensor to_device(const std::vector<int64_t>& values, at::Device device) {
   return at::tensor(values, at::TensorOptions().dtype(at::kLong)).to(device);
 }
+
+namespace {
 
 at::Tensor copy_pixels(const Model& model, const std::vector<SequenceInput>& sequences, const std::vector<Grid>& grids,
                        at::Device device) {

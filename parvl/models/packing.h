@@ -7,6 +7,9 @@
 
 namespace parvl {
 
+// Indices (token ids, rows, blocks) as an int64 tensor on the device.
+at::Tensor to_device(const std::vector<int64_t>& values, at::Device device);
+
 struct SequenceInput {
   std::vector<int32_t> ids;
   std::vector<ImageSpan> images;     // in order of position

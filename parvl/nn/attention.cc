@@ -1,8 +1,12 @@
 #include "parvl/nn/attention.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 
 #include "parvl/base/check.h"
+#include "parvl/kernels/paged_attention.h"
+#include "parvl/nn/kernel_types.h"
 
 namespace parvl {
 namespace {
@@ -60,6 +64,42 @@ at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, co
     i = j;
   }
   return parts.size() == 1 ? parts[0] : at::cat(parts, 0);
+}
+
+bool has_paged_kernel(const at::Tensor& q_TND) {
+  return !q_TND.is_cuda() && q_TND.scalar_type() != at::kHalf && q_TND.size(2) <= kernels::kPagedMaxDim;
+}
+
+void paged_attention(const at::Tensor& q_TND, const at::Tensor& keys, const at::Tensor& values,
+                     const std::vector<PagedRow>& rows, const at::Tensor& out_TND) {
+  const int64_t heads = q_TND.size(1), dim = q_TND.size(2);
+  const bool done = with_kernel_type(q_TND.scalar_type(), [&]<typename T>(T) {
+    at::parallel_for(0, heads * static_cast<int64_t>(rows.size()), 1, [&](int64_t begin, int64_t end) {
+      while (begin < end) {
+        const PagedRow& row = rows[static_cast<size_t>(begin / heads)];
+        const int64_t first = begin % heads, last = std::min(heads, first + end - begin),
+                      offset = row.row * heads * dim;
+        const kernels::Pages<T> pages{kernel_data<const T>(keys),
+                                      kernel_data<const T>(values),
+                                      row.blocks,
+                                      keys.size(2),
+                                      keys.size(1),
+                                      dim,
+                                      row.length};
+        kernels::paged_attention_decode<T>(kernel_data<const T>(q_TND) + offset, pages,
+                                           kernel_data<T>(out_TND) + offset, heads, first, last);
+        begin += last - first;
+      }
+    });
+  });
+  PARVL_CHECK(done, "pages of a type without a kernel");
+}
+
+void write_pages(const at::Tensor& rows_TKD, const std::vector<int32_t>& places, const at::Tensor& pages) {
+  const at::Tensor rows = rows_TKD.contiguous();
+  kernels::write_pages(kernel_data<const char>(rows), kernel_data<char>(pages), places.data(),
+                       static_cast<int64_t>(places.size()),
+                       {pages.size(2), pages.size(1), pages.size(3) * static_cast<int64_t>(pages.element_size())});
 }
 
 }  // namespace parvl

@@ -26,6 +26,21 @@ struct SeqLayout {
 at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
                             const SeqLayout& layout, bool causal);
 
+// A sequence whose one new token is row `row` of a packed batch: its keys and values are in `blocks` already.
+struct PagedRow {
+  int64_t row = 0;
+  const int32_t* blocks = nullptr;  // borrowed
+  int64_t length = 0;               // tokens, the new one included
+};
+// Whether there is a kernel for attention over pages: on the CPU, but for float16 and very large heads.
+bool has_paged_kernel(const at::Tensor& q_TND);
+// softmax(q kᵀ / √D) v of those rows over pages [blocks, K, block_size, D], into the same rows of `out_TND`.
+// Contiguous; only where has_paged_kernel. No autograd.
+void paged_attention(const at::Tensor& q_TND, const at::Tensor& keys, const at::Tensor& values,
+                     const std::vector<PagedRow>& rows, const at::Tensor& out_TND);
+// Rows [T, K, D] to their places in pages on the CPU; places[t] = block · block_size + offset.
+void write_pages(const at::Tensor& rows_TKD, const std::vector<int32_t>& places, const at::Tensor& pages);
+
 // Where a decoder layer's keys and values come from: only this call's (training), or a cache (serving).
 class AttentionBackend {
  public:

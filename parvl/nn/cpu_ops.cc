@@ -9,35 +9,13 @@
 #include "parvl/kernels/gemv.h"
 #include "parvl/kernels/norm.h"
 #include "parvl/kernels/rotary.h"
+#include "parvl/nn/kernel_types.h"
 
 namespace parvl::cpu {
 namespace {
 
 using kernels::BFloat16;
 using kernels::WideT;
-
-// Calls f with a value of the kernels' type for a tensor's dtype; false for a dtype that they do not have (float16).
-template <typename F>
-bool with_kernel_type(const at::Tensor& x, F f) {
-  switch (x.scalar_type()) {
-    case at::kFloat:
-      f(float{});
-      return true;
-    case at::kDouble:
-      f(double{});
-      return true;
-    case at::kBFloat16:
-      f(BFloat16{});
-      return true;
-    default:
-      return false;
-  }
-}
-
-template <typename T>
-T* data(const at::Tensor& x) {
-  return static_cast<T*>(x.data_ptr());
-}
 
 at::ScalarType wide_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -83,23 +61,23 @@ void over_all_outputs(absl::Span<const WeightBias> weights, const std::vector<at
 
 template <typename T>
 const T* bias_data(const WeightBias& part) {
-  return part.bias.defined() ? data<T>(part.bias) : nullptr;
+  return part.bias.defined() ? kernel_data<T>(part.bias) : nullptr;
 }
 
 template <typename T>
 void run_gemv(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
   const int64_t k = wide_x.size(-1), rows = wide_x.numel() / k;
   over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
-    kernels::gemv<T>(data<float>(wide_x), data<T>(part.weight), bias_data<T>(part), data<T>(y), rows,
-                     part.weight.size(0), k, from, to);
+    kernels::gemv<T>(kernel_data<float>(wide_x), kernel_data<T>(part.weight), bias_data<T>(part), kernel_data<T>(y),
+                     rows, part.weight.size(0), k, from, to);
   });
 }
 
 void run_gemm_bf16(const at::Tensor& x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
   const int64_t k = x.size(-1), rows = x.numel() / k;
   over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
-    kernels::gemm_bf16(data<BFloat16>(x), data<BFloat16>(part.weight), bias_data<BFloat16>(part), data<BFloat16>(y),
-                       rows, part.weight.size(0), k, from, to);
+    kernels::gemm_bf16(kernel_data<BFloat16>(x), kernel_data<BFloat16>(part.weight), bias_data<BFloat16>(part),
+                       kernel_data<BFloat16>(y), rows, part.weight.size(0), k, from, to);
   });
 }
 
@@ -141,9 +119,10 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, const at::T
   rstd_shape.back() = 1;
   const at::Tensor rstd = at::empty(rstd_shape, x.options().dtype(wide_type(x)));
   const at::Tensor y = at::empty_like(x);
-  const bool done = with_kernel_type(x, [&]<typename T>(T) {
+  const bool done = with_kernel_type(x.scalar_type(), [&]<typename T>(T) {
     at::parallel_for(0, rows, grain_rows(size), [&](int64_t begin, int64_t end) {
-      kernels::rms_norm<T>(data<T>(x), data<T>(weight), data<T>(y), data<WideT<T>>(rstd), eps, size, begin, end);
+      kernels::rms_norm<T>(kernel_data<T>(x), kernel_data<T>(weight), kernel_data<T>(y), kernel_data<WideT<T>>(rstd),
+                           eps, size, begin, end);
     });
   });
   if (done) return {y, rstd};
@@ -160,11 +139,12 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
   // One row of sums a part of the rows, added in order: the result does not depend on which thread took which part.
   const int64_t part = std::max<int64_t>(grain_rows(size), (rows + 63) / 64), parts = (rows + part - 1) / part;
   const at::Tensor dw = want_dw ? at::zeros({parts, size}, rstd.options()) : at::Tensor();
-  const bool done = with_kernel_type(x, [&]<typename T>(T) {
+  const bool done = with_kernel_type(x.scalar_type(), [&]<typename T>(T) {
     at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
       for (int64_t p = first; p < last; ++p) {
-        kernels::rms_norm_backward<T>(data<T>(dy), data<T>(x), data<T>(weight), data<WideT<T>>(rstd), data<T>(dx),
-                                      want_dw ? data<WideT<T>>(dw) + p * size : nullptr, size, p * part,
+        kernels::rms_norm_backward<T>(kernel_data<T>(dy), kernel_data<T>(x), kernel_data<T>(weight),
+                                      kernel_data<WideT<T>>(rstd), kernel_data<T>(dx),
+                                      want_dw ? kernel_data<WideT<T>>(dw) + p * size : nullptr, size, p * part,
                                       std::min(rows, (p + 1) * part));
       }
     });
@@ -178,10 +158,10 @@ at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::T
   // The heads of a row must lie together; rows may be a slice of something wider.
   const at::Tensor x = x_TND.stride(2) == 1 && (heads == 1 || x_TND.stride(1) == dim) ? x_TND : x_TND.contiguous();
   const at::Tensor y = at::empty({rows, heads, dim}, x.options());
-  const bool done = with_kernel_type(x, [&]<typename T>(T) {
+  const bool done = with_kernel_type(x.scalar_type(), [&]<typename T>(T) {
     at::parallel_for(0, rows, grain_rows(heads * dim), [&](int64_t begin, int64_t end) {
-      kernels::rotary<T>(data<T>(x), x.stride(0), data<WideT<T>>(cos_TF), data<WideT<T>>(sin_TF), data<T>(y), heads,
-                         dim, inverse, begin, end);
+      kernels::rotary<T>(kernel_data<T>(x), x.stride(0), kernel_data<WideT<T>>(cos_TF), kernel_data<WideT<T>>(sin_TF),
+                         kernel_data<T>(y), heads, dim, inverse, begin, end);
     });
   });
   if (done) return y;

@@ -52,7 +52,7 @@ absl::Status Scheduler::add(SchedRequest request, double now) {
                    config_.encoder_cache_bytes, " of the encoder cache; send it smaller");
   }
   auto sequence = std::make_unique<Sequence>();
-  sequence->tokens = request.prompt;
+  sequence->tokens = std::move(request.prompt);
   sequence->pinned.resize(request.media.size());
   sequence->arrival = sequence->waiting_since = now;
   sequence->request = std::move(request);

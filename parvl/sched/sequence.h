@@ -10,7 +10,7 @@
 namespace parvl {
 
 struct Sequence {
-  SchedRequest request;
+  SchedRequest request;         // its prompt is in `tokens`
   double arrival = 0;           // seconds; kept through preemptions
   std::vector<TokenId> tokens;  // prompt and output
   double waiting_since = 0;
