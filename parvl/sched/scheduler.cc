@@ -112,12 +112,15 @@ void Scheduler::schedule_running(SchedulerOutput& output) {
 void Scheduler::schedule_waiting(SchedulerOutput& output) {
   while (!waiting_.empty() && tokens_left_ > 0 && output.preempted.empty()) {
     Sequence& sequence = *waiting_.front();
-    if (!make_place(sequence, output)) return;
+    if (lacks_memory_still(sequence) || !make_place(sequence, output)) return;
     waiting_.erase(waiting_.begin());
     sequence.running = true;
     insert_in_order(running_, sequence);
-    start_from_prefix_cache(sequence);
-    if (schedule_tokens(sequence, output)) continue;
+    sequence.lack = start_from_prefix_cache(sequence);
+    if (schedule_tokens(sequence, output)) {
+      sequence.lack.reset();
+      continue;
+    }
     // There is no memory for it now: it waits on, holding nothing.
     release_all(sequence);
     sequence.running = false;

@@ -39,6 +39,7 @@ struct SchedulerStats {
   int64_t encoder_bytes_used = 0;
   int64_t preemptions = 0;                        // since the start, as are those below
   int64_t prefix_queries = 0, prefix_hits = 0;    // tokens of admitted prompts; those found in the cache
+  int64_t block_lookups = 0;                      // blocks that were looked up in the prefix cache
   int64_t encoder_queries = 0, encoder_hits = 0;  // items that were needed; those that were there or on their way
 };
 
@@ -90,7 +91,8 @@ class Scheduler {
   void advance(Sequence& sequence);
 
   // scheduler_memory.cc: what sequences hold.
-  void start_from_prefix_cache(Sequence& sequence);
+  bool lacks_memory_still(const Sequence& sequence);
+  LackOfMemory start_from_prefix_cache(Sequence& sequence);
   bool grow(Sequence& sequence, int64_t tokens, SchedulerOutput& output);
   void publish_full_blocks(Sequence& sequence);
   void unpin_computed(Sequence& sequence);

@@ -32,21 +32,45 @@ std::string Scheduler::block_key(const Sequence& sequence, int64_t index, uint64
   return key;
 }
 
-// Takes the blocks of the longest known prefix. At least one token is left to compute: its output chooses the next.
-void Scheduler::start_from_prefix_cache(Sequence& sequence) {
-  PARVL_CHECK(sequence.blocks.empty() && sequence.computed == 0, "a sequence that waited held blocks");
-  if (config_.prefix_caching) {
-    const int64_t full = (sequence.length() - 1) / config_.block_size;
-    for (int64_t i = 0; i < full; ++i) {
-      const auto block = blocks_.find(block_key(sequence, i, sequence.last_content));
-      if (!block.has_value()) break;
-      blocks_.retain(*block);
-      sequence.blocks.push_back(*block);
-      sequence.last_content = blocks_.content(*block);
-    }
-    sequence.published = sequence.num_blocks();
-    sequence.computed = sequence.published * config_.block_size;
+// Whether starting it would fail for the same reason as the last time, at a cost that does not depend on its length.
+// Both what it finds and what it needs may have changed a little meanwhile; then it is told so with the next free
+// block.
+bool Scheduler::lacks_memory_still(const Sequence& sequence) {
+  if (!sequence.lack.has_value()) return false;
+  const LackOfMemory& lack = *sequence.lack;
+  const int64_t left = sequence.length() - lack.prefix_blocks * config_.block_size;
+  const int64_t wanted = (std::min(left, tokens_left_) + config_.block_size - 1) / config_.block_size;
+  if (blocks_.num_free() - lack.free_in_prefix >= std::min(wanted, lack.missing)) return false;
+  if (!lack.next_key.empty()) {
+    ++counts_.block_lookups;
+    if (blocks_.find(lack.next_key).has_value()) return false;
   }
+  return victim_for(sequence, Wanted::kBlocks) == nullptr;
+}
+
+// Takes the blocks of the longest known prefix. At least one token is left to compute: its output chooses the next.
+// Tells what it will have lacked if there is no memory for the rest.
+LackOfMemory Scheduler::start_from_prefix_cache(Sequence& sequence) {
+  PARVL_CHECK(sequence.blocks.empty() && sequence.computed == 0, "a sequence that waited held blocks");
+  LackOfMemory lack;
+  if (!config_.prefix_caching) return lack;
+  const int64_t full = (sequence.length() - 1) / config_.block_size;
+  for (int64_t i = 0; i < full; ++i) {
+    std::string key = block_key(sequence, i, sequence.last_content);
+    ++counts_.block_lookups;
+    const auto block = blocks_.find(key);
+    if (!block.has_value()) {
+      lack.next_key = std::move(key);
+      break;
+    }
+    lack.free_in_prefix += blocks_.references(*block) == 0;
+    blocks_.retain(*block);
+    sequence.blocks.push_back(*block);
+    sequence.last_content = blocks_.content(*block);
+  }
+  lack.prefix_blocks = sequence.published = sequence.num_blocks();
+  sequence.computed = sequence.published * config_.block_size;
+  return lack;
 }
 
 // Blocks for the first `tokens` tokens. Others give way; false, and nothing allocated, when that is not enough.
@@ -54,7 +78,10 @@ bool Scheduler::grow(Sequence& sequence, int64_t tokens, SchedulerOutput& output
   const int64_t missing = (tokens + config_.block_size - 1) / config_.block_size - sequence.num_blocks();
   while (blocks_.num_free() < missing) {
     Sequence* victim = victim_for(sequence, Wanted::kBlocks);
-    if (victim == nullptr) return false;
+    if (victim == nullptr) {
+      if (sequence.lack.has_value()) sequence.lack->missing = missing;
+      return false;
+    }
     preempt(*victim, output);
   }
   for (int64_t i = 0; i < missing; ++i) sequence.blocks.push_back(*blocks_.allocate());

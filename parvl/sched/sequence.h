@@ -2,12 +2,22 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "parvl/sched/request.h"
 
 namespace parvl {
+
+// Why a waiting sequence could not start: while that holds, its prefix is not looked up again.
+struct LackOfMemory {
+  int64_t prefix_blocks = 0;   // that the prefix cache had
+  int64_t free_in_prefix = 0;  // of these: held by nobody, so that taking them leaves fewer for the rest
+  int64_t missing = 0;         // blocks for what it was to compute
+  std::string next_key;        // of the first block that was not there; "": there was none to look for
+};
 
 struct Sequence {
   SchedRequest request;         // its prompt is in `tokens`
@@ -23,9 +33,10 @@ struct Sequence {
   bool samples = false;   // that step gives a token
   bool ended = false;     // finished while in flight: erased at commit
   std::vector<BlockId> blocks;
-  int64_t published = 0;      // how many of the blocks have been offered to the prefix cache
-  uint64_t last_content = 0;  // of the last published block, the parent of the next
-  std::vector<bool> pinned;   // by item: holds a pin of its encoder output
+  int64_t published = 0;             // how many of the blocks have been offered to the prefix cache
+  uint64_t last_content = 0;         // of the last published block, the parent of the next
+  std::vector<bool> pinned;          // by item: holds a pin of its encoder output
+  std::optional<LackOfMemory> lack;  // while it waits
 
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
   int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
