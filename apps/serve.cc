@@ -24,7 +24,7 @@ namespace {
 struct ServeFlags {
   ServeOptions serve;
   EngineOptions engine;
-  double shutdown_timeout_s = 30;
+  double shutdown_timeout_s = 30, queue_timeout_s = 300, request_timeout_s = 3600;
   std::string limit_mm_per_prompt;
   std::vector<std::string> media_domains, private_media_hosts;
   std::string log_format = "text";
@@ -59,6 +59,11 @@ absl::Status read_media_limits(const std::string& text, int64_t& max_images) {
     }
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::chrono::milliseconds> read_seconds(const char* flag, double seconds) {
+  if (seconds >= 0 && seconds <= 86'400) return std::chrono::milliseconds(std::llround(std::ceil(seconds * 1000)));
+  return invalid(flag, " must be between 0 and 86400 seconds, found ", seconds);
 }
 
 absl::Status refuse_unavailable(ServeFlags& flags) {
@@ -98,10 +103,9 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   PARVL_RETURN_IF_ERROR(refuse_unavailable(flags));
   PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
-  if (!(flags.shutdown_timeout_s >= 0 && flags.shutdown_timeout_s <= 86'400)) {
-    return invalid("--shutdown-timeout must be between 0 and 86400 seconds, found ", flags.shutdown_timeout_s);
-  }
-  flags.serve.shutdown_timeout = std::chrono::milliseconds(std::llround(flags.shutdown_timeout_s * 1000));
+  PARVL_ASSIGN_OR_RETURN(flags.serve.shutdown_timeout, read_seconds("--shutdown-timeout", flags.shutdown_timeout_s));
+  PARVL_ASSIGN_OR_RETURN(flags.serve.queue_timeout, read_seconds("--queue-timeout", flags.queue_timeout_s));
+  PARVL_ASSIGN_OR_RETURN(flags.serve.request_timeout, read_seconds("--request-timeout", flags.request_timeout_s));
   if (flags.serve.served_names.empty()) flags.serve.served_names = {flags.serve.model_dir};
   flags.serve.version = context.version;
   FetchPolicy& fetch = flags.serve.media.fetch;
@@ -180,7 +184,24 @@ void add_serve_command(CLI::App& app, Context& context) {
                     "Keep the keys and values of prompts for requests that begin alike (default: on)");
   command->add_option("--record", engine.record_path,
                       "File to write every scheduling event and decision to, for `parvl replay`; it holds token ids");
-  command->add_option("--max-queue", serve.max_queue, "Choices that may wait; a request with more gets 429")
+  command
+      ->add_option("--max-queue", serve.max_queue,
+                   "Choices that may wait, of text requests and of requests with images each; one more gets 429")
+      ->capture_default_str();
+  command->add_option("--max-queue-tokens", serve.max_queue_tokens,
+                      "Prompt tokens of all requests past the queue; one with more gets 429; 0, the default: 16 times "
+                      "what the KV memory holds");
+  command
+      ->add_option("--queue-timeout", flags->queue_timeout_s,
+                   "Seconds that a request may wait for its turn, then 503; 0: without end")
+      ->capture_default_str();
+  command
+      ->add_option("--request-timeout", flags->request_timeout_s,
+                   "Seconds that a request may take in all, then 504 or the end of its stream; 0: without end")
+      ->capture_default_str();
+  command
+      ->add_option("--max-connections", serve.http.connections,
+                   "Connections open at once; one more is answered 503 and closed")
       ->capture_default_str();
   command->add_option("--api-key", serve.api_keys, "Keys, one of which every request but the probes must carry");
   command

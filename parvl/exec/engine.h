@@ -53,6 +53,7 @@ class Engine {
   virtual const PromptBuilder& prompts() const = 0;
   virtual int64_t max_model_len() const = 0;
   virtual int64_t max_running() const = 0;  // requests that it computes at once; more wait inside
+  virtual int64_t kv_tokens() const = 0;    // whose keys and values its memory holds
   // Defaults of generation_config.json over OpenAI's; the caller overwrites what the request names.
   virtual SamplingParams default_sampling() const = 0;
   virtual std::string device_name() const = 0;
@@ -85,6 +86,7 @@ class EngineLoop : public Engine {
   const PromptBuilder& prompts() const override { return *config_.prompts; }
   int64_t max_model_len() const override { return config_.scheduler.max_model_len; }
   int64_t max_running() const override { return config_.scheduler.max_seqs; }
+  int64_t kv_tokens() const override { return config_.scheduler.num_blocks * config_.scheduler.block_size; }
   SamplingParams default_sampling() const override { return config_.default_sampling; }
   std::string device_name() const override { return config_.device_name; }
   RequestId submit(EngineRequest request) override;

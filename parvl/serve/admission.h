@@ -1,25 +1,41 @@
 // Who may come in, and whose turn it is. One thread, but for size().
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <functional>
 #include <list>
 #include <memory>
 
+#include "parvl/base/clock.h"
+
 namespace parvl {
 
-// A line of requests, each as heavy as it has choices to generate. Those whose turn has come, up to a weight of
-// `credits`, may be prepared and run (as many as run at once, and the next, made ready meanwhile: what is decoded in
-// memory stays bounded); the rest wait with nothing but their bytes. Turns go by priority, then by arrival; a request
-// that kMaxPassed later ones have passed goes before all priorities, so that none waits for ever.
+// What a request brings, and so which queue it waits in.
+enum class QueueKind { kText, kImage, kVideo, kAudio, kMixed };
+inline constexpr std::array<const char*, 5> kQueueNames = {"text", "image", "video", "audio", "mixed"};
+constexpr size_t index_of(QueueKind kind) { return static_cast<size_t>(kind); }
+
+// A line of requests, each as heavy as it has choices to generate. Up to a weight of `running` run at once; those whose
+// turn has come, and the next, which is made ready meanwhile, may be prepared and run (what is decoded in memory stays
+// bounded); the rest wait with nothing but their bytes. Each kind has a bound of its own, so that a burst of one kind
+// leaves the others their places. Turns go by priority, then by arrival, over all kinds; a request that kMaxPassed
+// later ones have passed goes before all priorities, so that none waits for ever.
 class Admission {
  public:
   static constexpr int kMaxPassed = 16;
 
+  struct Limits {
+    std::array<size_t, kQueueNames.size()> waiting{};  // the weight that may wait, by kind
+    size_t running = 0;
+    size_t tokens = 0;  // prompt tokens of all that are prepared and not over; 0: no bound
+  };
+
   struct Entry {
     size_t weight = 1;
     int priority = 0;  // a lower number goes first
+    QueueKind kind = QueueKind::kText;
   };
 
   // A place in the line, given back when destroyed. Must not outlive the Admission.
@@ -30,6 +46,9 @@ class Admission {
     Ticket& operator=(const Ticket&) = delete;
     bool has_credit() const { return credit_; }
     void leave_line();  // it waits no longer, but keeps its place
+    // Once its prompts are known: counts their tokens until the ticket is destroyed. False, and nothing counted, when
+    // there are too many already; the first one always may.
+    bool take_tokens(size_t tokens);
 
    private:
     friend class Admission;
@@ -40,31 +59,44 @@ class Admission {
     std::function<void()> on_credit_;
     bool credit_ = false;
     bool in_line_ = true;
-    int passed_ = 0;                      // by how many that came later
-    std::list<Ticket*>::iterator place_;  // while it waits
+    int passed_ = 0;  // by how many that came later
+    size_t tokens_ = 0;
+    std::list<Ticket*>::iterator place_;  // among those that wait, or those that have credit
   };
 
-  Admission(size_t capacity, size_t credits) : capacity_(capacity), credits_(credits) {}
+  // `clock` must outlive it.
+  Admission(const Limits& limits, const Clock& clock) : limits_(limits), clock_(clock) {}
 
-  // nullptr when the line is full; the last one to come in may be heavier than what was left. `on_credit` is called
-  // when the ticket's turn comes, at once if it is there already.
+  // nullptr when the queue of its kind is full; the last one to come in may be heavier than what was left. `on_credit`
+  // is called when the ticket's turn comes, at once if it is there already.
   std::unique_ptr<Ticket> enter(const Entry& entry, std::function<void()> on_credit);
   size_t size() const { return size_; }        // the weight of all places; any thread
   size_t in_line() const { return in_line_; }  // of those that still wait or are made ready
-  // Fewer credits take none back.
-  void set_limits(size_t capacity, size_t credits);
+  size_t waiting(QueueKind kind) const;        // of those of a kind that are beyond what runs at once
+  size_t tokens() const { return tokens_; }
+  const Limits& limits() const { return limits_; }
+  // In how many seconds those that wait now will have had their turn, at the pace of late; at least 1.
+  int64_t retry_after_s() const;
+  // Lower limits take nothing back.
+  void set_limits(const Limits& limits);
   // Nobody's turn comes any more.
-  void close() { credits_ = 0; }
+  void close() { closed_ = true; }
 
  private:
   void grant();
+  void note_departure(size_t weight);
   std::list<Ticket*>::iterator next_turn();
 
-  size_t capacity_, credits_;
-  size_t granted_ = 0;          // the weight of those whose turn has come
-  std::list<Ticket*> waiting_;  // by arrival
-  size_t in_line_ = 0;
+  Limits limits_;
+  const Clock& clock_;
+  bool closed_ = false;
+  size_t granted_ = 0;                    // the weight of those whose turn has come
+  std::list<Ticket*> waiting_, credits_;  // by arrival; by turn
+  std::array<size_t, kQueueNames.size()> waiting_weight_{};
+  size_t in_line_ = 0, tokens_ = 0;
   std::atomic<size_t> size_{0};
+  double last_departure_s_ = 0;  // or when somebody began to wait
+  double seconds_a_place_ = 0;   // between departures while somebody waits, a moving average
 };
 
 }  // namespace parvl

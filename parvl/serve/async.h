@@ -8,6 +8,9 @@
 #include <boost/asio/steady_timer.hpp>
 #include <boost/asio/thread_pool.hpp>
 #include <boost/asio/use_awaitable.hpp>
+#include <chrono>
+#include <functional>
+#include <memory>
 #include <type_traits>
 #include <utility>
 
@@ -39,6 +42,43 @@ class Wakeup {
  private:
   asio::steady_timer timer_;
   bool pending_ = false;
+};
+
+// Calls `on_over` once, when a time is up. After stop(), or once it is destroyed, no more.
+class TimeLimit {
+ public:
+  TimeLimit(asio::io_context& io, std::function<void()> on_over)
+      : state_(std::make_shared<State>(State{asio::steady_timer(io), std::move(on_over)})) {}
+  ~TimeLimit() { stop(); }
+  TimeLimit(const TimeLimit&) = delete;
+  TimeLimit& operator=(const TimeLimit&) = delete;
+
+  // From now; zero: without end.
+  void start(std::chrono::milliseconds limit) {
+    stop();
+    if (limit.count() == 0) return;
+    state_->running = true;
+    state_->timer.expires_after(limit);
+    state_->timer.async_wait([state = state_](const boost::system::error_code& error) {
+      if (error || !std::exchange(state->running, false)) return;  // it may have been stopped after it fired
+      state->over = true;
+      state->on_over();
+    });
+  }
+  void stop() {
+    state_->running = false;
+    state_->timer.cancel();
+  }
+  bool over() const { return state_->over; }
+
+ private:
+  struct State {
+    asio::steady_timer timer;
+    std::function<void()> on_over;
+    bool running = false;
+    bool over = false;
+  };
+  std::shared_ptr<State> state_;  // the timer's handler may come later than the destructor
 };
 
 template <typename F>

@@ -71,7 +71,7 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       options_(options),
       clock_(clock),
       rng_(options.seed),
-      admission_(0, 0),
+      admission_({}, clock),
       metrics_("colocated", options.served_names.front()),
       pool_(kPoolThreads),
       fetch_pool_(kFetchThreads),
@@ -189,6 +189,9 @@ asio::awaitable<void> Gateway::reply_health(HttpConnection& connection) {
 
 asio::awaitable<void> Gateway::reply_metrics(HttpConnection& connection) {
   const SchedulerStats stats = model_ == nullptr ? SchedulerStats{} : model_->engine->stats();
+  for (size_t i = 0; i < kQueueNames.size(); ++i) {
+    metrics_.waiting(static_cast<QueueKind>(i), admission_.waiting(static_cast<QueueKind>(i)));
+  }
   std::string text = metrics_.text(stats, static_cast<int64_t>(admission_.in_line()));
   HttpConnection::Headers headers;
   headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8";
@@ -257,8 +260,12 @@ void Gateway::finished(const HttpConnection& connection, int http_status) {
 
 void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
   model_ = std::move(model);
-  const size_t running = static_cast<size_t>(model_->engine->max_running());
-  admission_.set_limits(static_cast<size_t>(options_.max_queue) + running, running + 1);  // the next one is made ready
+  Admission::Limits limits;
+  limits.waiting.fill(static_cast<size_t>(options_.max_queue));
+  limits.running = static_cast<size_t>(model_->engine->max_running());
+  const int64_t tokens = options_.max_queue_tokens;
+  limits.tokens = static_cast<size_t>(tokens > 0 ? tokens : kQueueTokens * model_->engine->kv_tokens());
+  admission_.set_limits(limits);
   if (state_ == State::kLoading) state_ = State::kReady;
 }
 

@@ -59,10 +59,13 @@ class Gateway : public HttpHandler {
   const ServeOptions& options() const { return options_; }
   LoadedModel& model() { return *model_; }
   const LoadedModel& model() const { return *model_; }
-  PromptMaker prompt_maker() const {
-    return {model_->prompts(), model_->limits, options_.media, stop_fetching_.get_token()};
+  // Stopped when the server cuts what runs.
+  std::stop_token stop_token() const { return stop_fetching_.get_token(); }
+  PromptMaker prompt_maker(std::stop_token stop) const {
+    return {model_->prompts(), model_->limits, options_.media, std::move(stop)};
   }
   Admission& admission() { return admission_; }
+  const Admission& admission() const { return admission_; }
   asio::thread_pool& pool() { return pool_; }
   // For what may fetch from the web and wait for it, so that it keeps nobody else waiting.
   asio::thread_pool& fetch_pool() { return fetch_pool_; }

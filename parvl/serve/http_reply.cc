@@ -44,6 +44,7 @@ asio::awaitable<void> HttpConnection::reply(int status, std::string body, Header
 asio::awaitable<void> HttpConnection::reply_error(absl::Status status, Headers headers) {
   const int http_status = http_status_of(status);
   if (http_status == 429 || http_status == 503) headers.emplace("Retry-After", "1");
+  if (http_status == 504) headers.emplace("X-Should-Retry", "false");  // it would take as long again
   if (http_status == 401) headers.emplace("WWW-Authenticate", "Bearer");
   if (http_status == 405) headers.emplace("Allow", shared_.handler.allowed_methods(path()));
   co_await reply(http_status, error_body(status), std::move(headers));

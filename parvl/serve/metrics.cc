@@ -81,6 +81,16 @@ Metrics::Metrics(const std::string& pool, const std::string& model_name)
     success_[reason] = counter(
         {"request_success_total", "Generations that ended, by reason.", {{"finished_reason", reason_label(reason)}}});
   }
+  auto& refused = family(prometheus::BuildCounter(), "parvl_requests_refused_total",
+                         "Requests that were turned away or given up, by reason.", *registry_);
+  for (size_t i = 0; i < refused_.size(); ++i) {
+    refused_[i] = &refused.Add(joined(own_labels_, {{"reason", kRefusalNames[i]}}));
+  }
+  auto& queues = family(prometheus::BuildGauge(), "parvl_queue_requests",
+                        "Choices that wait in the gateway, by what their requests bring.", *registry_);
+  for (size_t i = 0; i < queues_.size(); ++i) {
+    queues_[i] = &queues.Add(joined(own_labels_, {{"queue", kQueueNames[i]}}));
+  }
   prompt_tokens_ = counter({"prompt_tokens_total", "Tokens of prompts whose first token came."});
   generation_tokens_ = counter({"generation_tokens_total", "Tokens that were generated."});
   running_ = gauge({"num_requests_running", "Generations that the engine computes."});
@@ -134,6 +144,10 @@ void Metrics::ended(FinishReason reason, const StageSeconds& stages, double sinc
   observe(decode_, stages[static_cast<size_t>(Stage::kDecode)]);
   for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->Observe(stages[i]);
 }
+
+void Metrics::refused(Refusal reason) { refused_[static_cast<size_t>(reason)]->Increment(); }
+
+void Metrics::waiting(QueueKind kind, size_t count) { queues_[index_of(kind)]->Set(static_cast<double>(count)); }
 
 std::string Metrics::text(const SchedulerStats& stats, int64_t queued) {
   set(running_, static_cast<double>(stats.running));

@@ -11,6 +11,7 @@
 #include "parvl/base/clock.h"
 #include "parvl/base/status.h"
 #include "parvl/exec/engine.h"
+#include "parvl/serve/admission.h"
 
 namespace prometheus {
 class Counter;
@@ -26,6 +27,11 @@ enum class Stage { kQueue, kPreprocess, kEncode, kPrefill, kDecode };
 inline constexpr std::array<const char*, 5> kStageNames = {"queue", "preprocess", "encode", "prefill", "decode"};
 using StageSeconds = std::array<double, kStageNames.size()>;
 
+// Why a request was turned away, or given up.
+enum class Refusal { kQueueFull, kTooManyTokens, kQueueTimeout, kRequestTimeout, kTooManyConnections };
+inline constexpr std::array<const char*, 5> kRefusalNames = {"queue_full", "too_many_tokens", "queue_timeout",
+                                                             "request_timeout", "too_many_connections"};
+
 // One thread.
 class Metrics {
  public:
@@ -36,6 +42,8 @@ class Metrics {
   void later_token(double since_last_s);
   void ended(FinishReason reason, const StageSeconds& stages,
              double since_arrival_s);  // a generation; kNone: cancelled
+  void refused(Refusal reason);
+  void waiting(QueueKind kind, size_t count);  // in the gateway, of the coming text
   // The Prometheus text format. `stats` counts since the engine's start; `queued` wait outside of it.
   std::string text(const SchedulerStats& stats, int64_t queued);
 
@@ -57,6 +65,8 @@ class Metrics {
   std::unique_ptr<prometheus::Registry> registry_;
   Twin<prometheus::Histogram> first_token_, inter_token_, e2e_, queue_, prefill_, decode_;
   std::array<prometheus::Histogram*, kStageNames.size()> stages_{};
+  std::array<prometheus::Counter*, kRefusalNames.size()> refused_{};
+  std::array<prometheus::Gauge*, kQueueNames.size()> queues_{};
   std::map<FinishReason, Twin<prometheus::Counter>> success_;
   Twin<prometheus::Counter> prompt_tokens_, generation_tokens_;
   Twin<prometheus::Gauge> running_, waiting_, kv_usage_;

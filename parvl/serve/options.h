@@ -14,8 +14,8 @@ namespace parvl {
 struct HttpLimits {
   size_t header_bytes = 16u << 10;
   size_t body_bytes = 64u << 20;
-  size_t bodies_in_flight_bytes = 512u << 20;  // of all requests together, from arrival to answer
-  size_t connections = 1024;
+  size_t bodies_in_flight_bytes = 512u << 20;    // of all requests together, from arrival to answer
+  size_t connections = 1024;                     // open at once; one more is answered 503 and closed
   std::chrono::milliseconds idle{75'000};        // between requests on one connection
   std::chrono::milliseconds header{10'000};      // from a request's first byte to the end of its headers
   std::chrono::milliseconds body_pause{20'000};  // without one more byte of a body
@@ -44,6 +44,8 @@ struct MediaPolicy {
   std::shared_ptr<ImageSource> images = std::make_shared<LocalImages>();
 };
 
+constexpr int64_t kQueueTokens = 16;
+
 struct ServeOptions {
   std::string host = "127.0.0.1";
   int port = 8000;                        // 0: any free one
@@ -51,7 +53,10 @@ struct ServeOptions {
   std::string model_dir;
   std::string version;
   std::vector<std::string> api_keys;  // empty: no key is asked for
-  int64_t max_queue = 64;             // requests that wait; the running one not counted
+  int64_t max_queue = 64;             // choices that wait, of each kind of request; the running ones not counted
+  int64_t max_queue_tokens = 0;  // prompt tokens of all that are past the queue; 0: kQueueTokens times the KV memory
+  std::chrono::milliseconds queue_timeout{300'000};      // for a request to get its turn; 0: without end
+  std::chrono::milliseconds request_timeout{3'600'000};  // from its arrival to the end of its answer; 0: without end
   std::chrono::milliseconds shutdown_timeout{30'000};
   MediaPolicy media;
   HttpLimits http;

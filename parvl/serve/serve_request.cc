@@ -9,6 +9,7 @@
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/gateway.h"
 #include "parvl/serve/media_fetch.h"
+#include "parvl/serve/patience.h"
 
 namespace parvl {
 namespace {
@@ -88,27 +89,70 @@ Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request,
   return options;
 }
 
-absl::Status shutting_down() {
-  return api_error(503, "the server shut down before this request was finished", "draining");
-}
-
 bool names_web_items(const GenerateRequest& request) {
   return std::any_of(request.images.begin(), request.images.end(),
                      [](const MediaReference& image) { return is_web_url(image.url); });
 }
 
-absl::Status queue_full(const Gateway& gateway) {
-  return api_error(429,
-                   absl::StrCat("the queue is full: ", gateway.options().max_queue, " requests wait (--max-queue)"),
-                   "queue_full");
+QueueKind kind_of(const GenerateRequest& request) {
+  return request.images.empty() ? QueueKind::kText : QueueKind::kImage;
+}
+
+// The time after which the queue has moved on.
+HttpConnection::Headers retry_after(const Gateway& gateway) {
+  return {{"Retry-After", std::to_string(gateway.admission().retry_after_s())}};
+}
+
+asio::awaitable<void> turn_away(Gateway& gateway, HttpConnection& connection, Refusal refusal, std::string message) {
+  gateway.metrics().refused(refusal);
+  co_await connection.reply_error(api_error(429, message, kRefusalNames[static_cast<size_t>(refusal)]),
+                                  retry_after(gateway));
+}
+
+// Before anything is out.
+asio::awaitable<void> give_up(Gateway& gateway, HttpConnection& connection, Patience& patience) {
+  if (connection.gone()) co_return;
+  absl::Status status = patience.why();
+  HttpConnection::Headers headers;
+  if (http_status_of(status) == 503) headers = retry_after(gateway);
+  co_await connection.reply_error(std::move(status), std::move(headers));
+}
+
+// Until every generation has ended, one has failed, or the request is over.
+asio::awaitable<void> take_all(Deltas& deltas, Answer& answer, HttpConnection& connection, const Patience& patience) {
+  while (!patience.over()) {
+    if (!deltas.waiting.empty()) {
+      co_await answer.take(deltas.waiting);
+    } else if (deltas.running == 0 || !deltas.failure.ok()) {
+      break;
+    } else {
+      co_await connection.wakeup()->wait();
+    }
+  }
+}
+
+void log_failure(const HttpConnection& connection, const absl::Status& failure) {
+  if (http_status_of(failure) < 500) return;
+  log_line(LogLevel::kWarning, absl::StrCat("a request failed: ", failure.message()), connection.log_fields());
+}
+
+std::string queue_full(const Gateway& gateway, QueueKind kind) {
+  return absl::StrCat("the queue is full: ", gateway.options().max_queue, " ", kQueueNames[index_of(kind)],
+                      " requests wait (--max-queue)");
+}
+
+std::string too_many_tokens(const Admission& admission, int64_t prompt_tokens) {
+  return absl::StrCat("the requests that are prepared hold ", admission.tokens(), " prompt tokens, and with the ",
+                      prompt_tokens, " of this one it would be more than ", admission.limits().tokens,
+                      " (--max-queue-tokens)");
 }
 
 }  // namespace
 
 asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection, Api api) {
-  const auto cutting = [&gateway] { return gateway.state() == Gateway::State::kCutting; };
   const Gateway::ActiveRequest active(gateway, *connection.wakeup());
   RequestTimer timer(gateway.metrics(), gateway.clock());
+  Patience patience(gateway, connection);
 
   // parse
   const LoadedModel& model = gateway.model();
@@ -123,54 +167,50 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   timer.lap(Stage::kPreprocess);
 
   // admit
-  const Admission::Entry entry{static_cast<size_t>(request->choices), request->priority};
+  const Admission::Entry entry{static_cast<size_t>(request->choices), request->priority, kind_of(*request)};
   const auto ticket = gateway.admission().enter(entry, [&connection] { connection.wakeup()->notify(); });
-  if (ticket == nullptr) co_return co_await connection.reply_error(queue_full(gateway));
+  if (ticket == nullptr) {
+    co_return co_await turn_away(gateway, connection, Refusal::kQueueFull, queue_full(gateway, entry.kind));
+  }
   connection.watch();
-  while (!ticket->has_credit() && !connection.gone() && !cutting()) co_await connection.wakeup()->wait();
-  if (connection.gone()) co_return;
-  if (cutting()) co_return co_await connection.reply_error(shutting_down());
+  patience.start_waiting();
+  while (!ticket->has_credit() && !patience.over()) co_await connection.wakeup()->wait();
+  if (patience.over()) co_return co_await give_up(gateway, connection, patience);
+  patience.stop_waiting();
   timer.lap(Stage::kQueue);
 
   // preprocess
-  auto prepare = [&] { return gateway.prompt_maker().prepare(*request); };
+  auto prepare = [&] { return gateway.prompt_maker(patience.stop_token()).prepare(*request); };
   asio::thread_pool& pool = names_web_items(*request) ? gateway.fetch_pool() : gateway.pool();
   absl::StatusOr<std::vector<Prompt>> prompts = co_await run_on(pool, prepare);
   request->forget_inputs();  // as large as the body, and not needed any more
-  if (connection.gone()) co_return;
+  if (patience.over()) co_return co_await give_up(gateway, connection, patience);
   if (!prompts.ok()) co_return co_await connection.reply_error(prompts.status());
   timer.lap(Stage::kPreprocess);
   Usage usage;
   for (const Prompt& prompt : *prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
 
   // enqueue
+  if (!ticket->take_tokens(static_cast<size_t>(usage.prompt_tokens))) {
+    co_return co_await turn_away(gateway, connection, Refusal::kTooManyTokens,
+                                 too_many_tokens(gateway.admission(), usage.prompt_tokens));
+  }
   auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), timer, static_cast<size_t>(request->n)});
   const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prompts), *request, deltas);
   ticket->leave_line();
 
   // await deltas
   Answer answer(connection, model.prompts().tokenizer(), answer_options(gateway, *request, model_name));
-  while (!connection.gone() && !cutting()) {
-    if (!deltas->waiting.empty()) {
-      co_await answer.take(deltas->waiting);
-    } else if (deltas->running == 0 || !deltas->failure.ok()) {
-      break;
-    } else {
-      co_await connection.wakeup()->wait();
-    }
-  }
+  co_await take_all(*deltas, answer, connection, patience);
 
   // finish
   for (const RequestId job : jobs) model.engine->cancel(job);  // no effect on one that has ended
   if (connection.gone()) co_return;
   if (!deltas->failure.ok()) {
-    const absl::Status failure = deltas->failure;
-    if (http_status_of(failure) >= 500) {
-      log_line(LogLevel::kWarning, absl::StrCat("a request failed: ", failure.message()), connection.log_fields());
-    }
-    co_return co_await answer.fail(failure);
+    log_failure(connection, deltas->failure);
+    co_return co_await answer.fail(deltas->failure);
   }
-  if (deltas->running > 0 || !deltas->waiting.empty()) co_return co_await answer.fail(shutting_down());
+  if (deltas->running > 0 || !deltas->waiting.empty()) co_return co_await answer.fail(patience.why());
   usage.cached_tokens = deltas->cached_tokens;
   co_await answer.finish(usage);
 }

@@ -1,17 +1,21 @@
 #include "parvl/serve/server.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <boost/asio/detached.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
 #include <boost/asio/post.hpp>
+#include <cerrno>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
 
 #include "parvl/base/log.h"
+#include "parvl/serve/api_error.h"
 #include "parvl/serve/gateway.h"
 #include "parvl/serve/http_connection.h"
 #include "parvl/serve/media_source.h"
@@ -22,21 +26,38 @@ namespace {
 using asio::ip::tcp;
 using std::chrono::milliseconds;
 
+constexpr rlim_t kOtherDescriptors = 256;
 constexpr milliseconds kProgress{4000};    // between lines while the model loads
 constexpr milliseconds kAcceptPause{100};  // after a failed accept (no free descriptor, say)
 constexpr milliseconds kLastWords{1000};   // for requests that were cut to say so
 constexpr milliseconds kLastFlush{50};     // for answers under way once nothing is left to do
 
 // Answers a connection that is one too many, without waiting for anything.
-void turn_away(tcp::socket socket) {
-  static constexpr std::string_view kBusy =
-      "HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json\r\n"
-      "Content-Length: 111\r\n\r\n"
-      R"({"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}  )";
+void turn_away(tcp::socket socket, size_t limit, const std::string& request_id) {
+  const std::string body = error_body(
+      api_error(503, absl::StrCat("the server has ", limit, " connections open, the most it takes (--max-connections)"),
+                kRefusalNames[static_cast<size_t>(Refusal::kTooManyConnections)]));
+  const std::string reply = absl::StrCat("HTTP/1.1 503 Service Unavailable\r\nX-Request-Id: ", request_id,
+                                         "\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json",
+                                         "\r\nContent-Length: ", body.size(), "\r\n\r\n", body);
   boost::system::error_code ignored;
   socket.non_blocking(true, ignored);
-  socket.write_some(asio::buffer(kBusy), ignored);
+  socket.write_some(asio::buffer(reply), ignored);
   socket.shutdown(tcp::socket::shutdown_send, ignored);
+}
+
+// Descriptors for every connection, and for files, pipes and fetches beside them.
+absl::Status allow_connections(size_t connections) {
+  const rlim_t wanted = connections + kOtherDescriptors;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= wanted) return absl::OkStatus();
+  if (limit.rlim_max < wanted) {
+    return invalid("--max-connections ", connections, " needs ", wanted, " open files, and this process may have ",
+                   limit.rlim_max, "; lower it, or raise `ulimit -Hn`");
+  }
+  limit.rlim_cur = wanted;
+  if (::setrlimit(RLIMIT_NOFILE, &limit) == 0) return absl::OkStatus();
+  return failed("cannot raise the limit of open files to ", wanted, ": ", std::strerror(errno));
 }
 
 absl::Status check_options(const ServeOptions& options) {
@@ -44,6 +65,12 @@ absl::Status check_options(const ServeOptions& options) {
     return invalid("--port must be between 0 and 65535, found ", options.port);
   if (options.max_queue < 0 || options.max_queue > 100'000) {
     return invalid("--max-queue must be between 0 and 100000, found ", options.max_queue);
+  }
+  if (options.max_queue_tokens < 0) {
+    return invalid("--max-queue-tokens must be at least 0, found ", options.max_queue_tokens);
+  }
+  if (options.http.connections < 1 || options.http.connections > 1'000'000) {
+    return invalid("--max-connections must be between 1 and 1000000, found ", options.http.connections);
   }
   if (options.served_names.empty()) return invalid("--served-model-name must name the model");
   for (const std::string& key : options.api_keys) {
@@ -132,7 +159,8 @@ asio::awaitable<void> Server::Impl::accept_loop() {
       continue;
     }
     if (shared.connections >= options.http.connections) {
-      turn_away(std::move(socket));
+      gateway.metrics().refused(Refusal::kTooManyConnections);
+      turn_away(std::move(socket), options.http.connections, gateway.new_request_id());
       continue;
     }
     boost::system::error_code ignored;
@@ -209,6 +237,7 @@ void Server::Impl::stop_after(milliseconds delay) {
 
 absl::StatusOr<std::unique_ptr<Server>> Server::listen(ServeOptions options, const Clock& clock) {
   PARVL_RETURN_IF_ERROR(check_options(options));
+  PARVL_RETURN_IF_ERROR(allow_connections(options.http.connections));
   if (!options.media.local_path.empty()) {
     PARVL_ASSIGN_OR_RETURN(options.media.local_path, resolve_media_folder(options.media.local_path));
   }

@@ -67,6 +67,7 @@ class FakeEngine : public Engine {
   const PromptBuilder& prompts() const override { return *prompts_; }
   int64_t max_model_len() const override { return max_model_len_; }
   int64_t max_running() const override { return 1; }
+  int64_t kv_tokens() const override { return 100 * max_model_len_; }
   SamplingParams default_sampling() const override { return defaults_; }
   std::string device_name() const override { return "test"; }
   RequestId submit(EngineRequest request) override;

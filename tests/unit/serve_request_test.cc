@@ -1,9 +1,8 @@
-// Request parsing, errors and admission, without a server.
+// Request parsing and errors, without a server.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "parvl/exec/sampler.h"
-#include "parvl/serve/admission.h"
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/openai_reply.h"
 #include "parvl/serve/openai_request.h"
@@ -305,71 +304,6 @@ TEST(ApiError, ShortenCutsBetweenCharacters) {
   EXPECT_EQ(shorten("abc", 3), "abc");
   EXPECT_EQ(shorten("éééé", 6), "é...");
   EXPECT_EQ(shorten("😀😀😀", 8), "😀...");
-}
-
-// A line with turns written down in order.
-struct Line {
-  explicit Line(size_t capacity, size_t credits) : admission(capacity, credits) {}
-  std::unique_ptr<Admission::Ticket> enter(int id, const Admission::Entry& entry = {}) {
-    return admission.enter(entry, [this, id] { turns.push_back(id); });
-  }
-  Admission admission;
-  std::vector<int> turns;
-};
-
-TEST(AdmissionTest, CreditsGoByArrivalAndPlacesComeBack) {
-  Line line(3, 2);
-  auto a = line.enter(1), b = line.enter(2), c = line.enter(3);
-  EXPECT_EQ(line.enter(4), nullptr);
-  EXPECT_THAT(line.turns, ElementsAre(1, 2));
-  EXPECT_TRUE(a->has_credit());
-  EXPECT_FALSE(c->has_credit());
-  b.reset();
-  EXPECT_THAT(line.turns, ElementsAre(1, 2, 3));
-  auto d = line.enter(5);
-  c.reset();  // before it was done
-  EXPECT_THAT(line.turns, ElementsAre(1, 2, 3, 5));
-  EXPECT_EQ(line.admission.size(), 2u);
-}
-
-TEST(AdmissionTest, CapacityBoundsCredits) {
-  Line line(1, 2);
-  auto a = line.enter(1);
-  EXPECT_EQ(line.enter(2), nullptr);
-}
-
-TEST(AdmissionTest, ALowerPriorityNumberGoesFirst) {
-  Line line(10, 1);
-  auto running = line.enter(1), last = line.enter(2, {1, 5}), first = line.enter(3, {1, -5}),
-       next = line.enter(4, {1, -5});
-  running.reset();
-  first.reset();
-  next.reset();
-  EXPECT_THAT(line.turns, ElementsAre(1, 3, 4, 2));
-}
-
-TEST(AdmissionTest, NobodyIsPassedForEver) {
-  Line line(1000, 1);
-  auto running = line.enter(0), patient = line.enter(-1, {1, 1});
-  int passed = 0;
-  while (!patient->has_credit() && passed < 1000) {
-    auto next = line.enter(++passed);
-    running = std::move(next);
-  }
-  EXPECT_EQ(passed, Admission::kMaxPassed + 1);  // the last one came while the patient one's turn was there
-}
-
-TEST(AdmissionTest, WeightsTakeCreditsAndCapacity) {
-  Line line(4, 3);
-  auto heavy = line.enter(1, {3, 0});
-  auto next = line.enter(2, {5, 0});  // there was room for one, and it cannot be cut
-  EXPECT_THAT(line.turns, ElementsAre(1));
-  EXPECT_EQ(line.admission.size(), 8u);
-  EXPECT_EQ(line.enter(3), nullptr);
-  heavy.reset();
-  EXPECT_THAT(line.turns, ElementsAre(1, 2));
-  next.reset();
-  EXPECT_EQ(line.admission.size(), 0u);
 }
 
 }  // namespace
