@@ -21,12 +21,16 @@
 namespace parvl {
 namespace {
 
+constexpr int64_t kMinTraceBytes = 4096;
+
 struct ServeFlags {
   ServeOptions serve;
   EngineOptions engine;
   double shutdown_timeout_s = 30, queue_timeout_s = 300, request_timeout_s = 3600;
   std::string limit_mm_per_prompt;
   std::vector<std::string> media_domains, private_media_hosts;
+  Timeline::Options trace;
+  bool trace_wait = false;
   std::string log_format = "text";
   int64_t tensor_parallel_size = 1;
   std::vector<std::string> short_tp;  // what follows -t in "-tp N"
@@ -98,6 +102,17 @@ std::string example_request(const ServeFlags& flags, const std::string& url, boo
   return absl::StrCat("try: curl ", url, "/v1/chat/completions", key, " -d '", body.dump(), "'");
 }
 
+absl::Status start_trace(ServeFlags& flags, const Clock& clock) {
+  if (flags.trace.path.empty()) {
+    return flags.trace_wait ? invalid("--trace-wait says when --trace FILE begins; give that too") : absl::OkStatus();
+  }
+  if (flags.trace.max_bytes < kMinTraceBytes) {
+    return invalid("--trace-max-bytes must be at least ", kMinTraceBytes, ", found ", flags.trace.max_bytes);
+  }
+  flags.serve.timeline = flags.engine.timeline = std::make_shared<Timeline>(flags.trace, clock);
+  return flags.trace_wait ? absl::OkStatus() : flags.serve.timeline->start().status();
+}
+
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
@@ -116,6 +131,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   std::random_device entropy;
   flags.serve.seed = static_cast<uint64_t>(entropy()) << 32 | entropy();
   flags.serve.stop_descriptor = signal.descriptor();
+  PARVL_RETURN_IF_ERROR(start_trace(flags, context.clock));
 
   // A text-only directory has no pictures to decode.
   if (std::filesystem::exists(flags.serve.model_dir + "/preprocessor_config.json")) {
@@ -184,6 +200,11 @@ void add_serve_command(CLI::App& app, Context& context) {
                     "Keep the keys and values of prompts for requests that begin alike (default: on)");
   command->add_option("--record", engine.record_path,
                       "File to write every scheduling event and decision to, for `parvl replay`; it holds token ids");
+  named(
+      command->add_option("--trace", flags->trace.path,
+                          "File for a trace of requests and steps, without content, for Perfetto or chrome://tracing"));
+  command->add_option("--trace-max-bytes", flags->trace.max_bytes, "Where a trace ends")->capture_default_str();
+  command->add_flag("--trace-wait", flags->trace_wait, "Trace only from POST /start_profile to /stop_profile");
   command
       ->add_option("--max-queue", serve.max_queue,
                    "Choices that may wait, of text requests and of requests with images each; one more gets 429")

@@ -5,6 +5,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/base/file.h"
+#include "parvl/exec/text_stream.h"
 
 namespace parvl {
 namespace {
@@ -23,11 +24,26 @@ MediaKey hash_of(const ProcessedImage& image) {
 
 }  // namespace
 
+// One request from its arrival to its end. Times are seconds.
+struct EngineLoop::Live {
+  EngineRequest request;
+  TextStream stream;
+  GenerateResult result;
+  double arrival = 0;  // seconds, as are those below
+  Phase phase = Phase::kQueue;
+  double started = 0, prefill = 0, first_token = 0;     // when it left each phase's predecessor
+  std::vector<std::pair<double, double>> encodes = {};  // of its items, from when to when
+  int encoding = 0;                                     // encodings under way
+  bool in_step = false;                                 // a step has held a part of it
+  bool started_told = false;                            // to the trace
+};
+
 EngineLoop::EngineLoop(EngineConfig config, std::unique_ptr<ModelExecutor> executor, const Clock& clock)
     : config_(std::move(config)),
       executor_(std::move(executor)),
       clock_(clock),
-      scheduler_(config_.scheduler, config_.record) {
+      scheduler_(config_.scheduler, config_.record),
+      trace_(config_.timeline) {
   executor_->set_notify([this] {
     {
       std::lock_guard lock(mutex_);
@@ -68,7 +84,7 @@ void EngineLoop::cancel(RequestId id) {
   changed_.notify_one();
 }
 
-SchedulerStats EngineLoop::stats() const {
+EngineStats EngineLoop::stats() const {
   std::lock_guard lock(mutex_);
   return stats_;
 }
@@ -107,24 +123,30 @@ void EngineLoop::step() {
   }
   while (auto completion = executor_->poll()) commit(*completion);
   if (!in_flight_) submit_step();
+  const SchedulerStats counts = scheduler_.scheduler().stats();
+  trace_.counts(clock_.now_seconds(), counts.running, counts.waiting,
+                static_cast<double>(counts.blocks_used) / static_cast<double>(counts.blocks));
   std::lock_guard lock(mutex_);
-  stats_ = scheduler_.scheduler().stats();
+  stats_ = {counts, backbone_busy_s_, encoder_busy_s_};
 }
 
 void EngineLoop::submit_step() {
   const double now = clock_.now_seconds();
   const SchedulerOutput output = scheduler_.schedule(now);
-  sampling_.clear();
+  parts_.clear();
   for (const SequenceWork& work : output.sequences) {
-    if (work.samples) sampling_.push_back(work.id);
     Live& live = *live_.at(work.id);
-    if (std::exchange(live.started, true)) continue;
-    live.result.queue_ms = (now - live.arrival) * 1e3;
-    live.result.cached_tokens = work.begin;
+    parts_.push_back({work.id, work.begin, work.count, work.samples, live.phase != Phase::kDecode});
+    if (!std::exchange(live.in_step, true)) live.result.cached_tokens = work.begin;
   }
-  for (const EncodeWork& work : output.encodes) encoding_.emplace(work.slot, work.id);
+  for (const EncodeWork& work : output.encodes) {
+    encoding_.emplace(work.slot, work);
+    ++live_.at(work.id)->encoding;
+  }
+  for (const RequestId id : output.preempted) trace_.preempted(live_.at(id)->request.track, now);
   in_flight_ = !output.sequences.empty();
   executor_->submit(output);
+  if (in_flight_ || !output.encodes.empty()) trace_.scheduled(now, clock_.now_seconds(), output);
 }
 
 void EngineLoop::add(RequestId id, EngineRequest request) {
@@ -142,6 +164,7 @@ void EngineLoop::add(RequestId id, EngineRequest request) {
   TextStream stream(sampling, config_.end_tokens);
   auto live = std::make_unique<Live>(Live{std::move(request), std::move(stream), {}, now});
   live->result.prompt_tokens = tokens;
+  trace_.arrived(live->request.track, now, tokens);
   live_.emplace(id, std::move(live));
 }
 
@@ -165,10 +188,24 @@ SchedRequest EngineLoop::describe(RequestId id, const EngineRequest& request) co
 }
 
 void EngineLoop::commit(const Completion& completion) {
-  if (completion.kind == Completion::Kind::kStep) return commit_step(completion);
-  const auto asked = encoding_.extract(completion.slot);
-  const auto live = live_.find(asked.mapped());
-  if (live != live_.end()) live->second->result.encode_ms += completion.seconds * 1e3;
+  if (completion.kind == Completion::Kind::kStep) {
+    commit_step(completion);
+  } else {
+    commit_encode(completion);
+  }
+}
+
+void EngineLoop::commit_encode(const Completion& completion) {
+  encoder_busy_s_ += completion.end_s - completion.start_s;
+  const EncodeWork work = encoding_.extract(completion.slot).mapped();
+  if (const auto found = live_.find(work.id); found != live_.end()) {
+    Live& live = *found->second;
+    --live.encoding;
+    begin_work(live, completion.start_s);
+    live.encodes.emplace_back(completion.start_s, completion.end_s);
+    const int64_t tokens = live.request.prompt->media[static_cast<size_t>(work.item)].length;
+    trace_.encoded(completion, live.request.track, work.item, tokens);
+  }
   for (const RequestId id : scheduler_.commit_encode(completion.slot, completion.status.ok())) {
     end(id, completion.status);
   }
@@ -176,16 +213,63 @@ void EngineLoop::commit(const Completion& completion) {
 
 void EngineLoop::commit_step(const Completion& completion) {
   in_flight_ = false;
+  account(completion);
   if (!completion.status.ok()) {
     for (const RequestId id : scheduler_.commit_failed(completion.step)) end(id, completion.status);
     return;
   }
   StepTokens tokens{completion.step, {}};
   for (const SampledToken& token : completion.tokens) tokens.tokens.push_back(token.id);
-  PARVL_CHECK(tokens.tokens.size() == sampling_.size(), "a step gave another number of tokens");
   // First the scheduler, so that a request that ends here frees what it holds for the next step.
   scheduler_.commit(tokens);
-  for (size_t i = 0; i < sampling_.size(); ++i) deliver(sampling_[i], completion.tokens[i]);
+  size_t next = 0;
+  for (const StepPart& part : parts_) {
+    if (part.samples) deliver(part.id, completion.tokens[next++]);
+  }
+}
+
+// What the step says of the time that its requests have taken.
+void EngineLoop::account(const Completion& completion) {
+  backbone_busy_s_ += completion.end_s - completion.start_s;
+  trace_.step(completion, parts_);
+  for (const StepPart& part : parts_) {
+    const auto found = live_.find(part.id);
+    if (found == live_.end()) continue;  // cancelled while its step ran
+    Live& live = *found->second;
+    begin_work(live, completion.start_s);
+    if (live.phase == Phase::kBeforePrefill) {
+      live.phase = Phase::kPrefill;
+      live.prefill = completion.start_s;
+      trace_.prefill_begins(live.request.track, completion.start_s, live.result.cached_tokens);
+    }
+    trace_.part(live.request.track, completion, part);
+  }
+}
+
+// An encoding or step for it has started at `at`: it waits no longer.
+void EngineLoop::begin_work(Live& live, double at) {
+  const bool first = live.phase == Phase::kQueue;
+  if (first) live.phase = Phase::kBeforePrefill;
+  live.started = first ? at : std::min(live.started, at);
+  live.result.queue_ms = (live.started - live.arrival) * 1e3;
+  if (live.encoding == 0) tell_started(live);  // else one that started earlier may still be heard of
+}
+
+void EngineLoop::tell_started(Live& live) {
+  if (!std::exchange(live.started_told, true)) trace_.queued(live.request.track, live.arrival, live.started);
+}
+
+void EngineLoop::take_first_token(Live& live, double now) {
+  GenerateResult& result = live.result;
+  live.phase = Phase::kDecode;
+  live.first_token = now;
+  result.ttft_ms = (now - live.arrival) * 1e3;
+  result.prefill_ms = (now - live.prefill) * 1e3;
+  for (const auto& [begin, end] : live.encodes) {
+    result.encode_ms += (end - begin) * 1e3;
+    result.overlap_ms += std::max(0.0, end - std::max(begin, live.prefill)) * 1e3;
+  }
+  trace_.first_token(live.request.track, now);
 }
 
 void EngineLoop::deliver(RequestId id, const SampledToken& token) {
@@ -195,9 +279,8 @@ void EngineLoop::deliver(RequestId id, const SampledToken& token) {
   Live& live = *found->second;
   GenerateResult& result = live.result;
   const double now = clock_.now_seconds();
-  if (result.token_ids.empty()) {
-    live.first_token = now;
-    result.ttft_ms = (now - live.arrival) * 1e3;
+  if (live.phase != Phase::kDecode) {
+    take_first_token(live, now);
   } else {
     result.tpot_ms = (now - live.first_token) * 1e3 / static_cast<double>(result.token_ids.size());
   }
@@ -218,7 +301,11 @@ void EngineLoop::end(RequestId id, absl::Status status) {
   if (live.empty()) return;
   scheduler_.finish(id);
   executor_->end(id);
-  const Live& ended = *live.mapped();
+  Live& ended = *live.mapped();
+  if (ended.phase == Phase::kQueue) ended.started = clock_.now_seconds();
+  tell_started(ended);
+  trace_.ended(ended.request.track, ended.phase, clock_.now_seconds(),
+               static_cast<int64_t>(ended.result.token_ids.size()));
   if (status.ok()) {
     ended.request.on_end(ended.result);
   } else {

@@ -15,8 +15,8 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/base/status.h"
+#include "parvl/exec/engine_trace.h"
 #include "parvl/exec/generation.h"
-#include "parvl/exec/text_stream.h"
 #include "parvl/media/prompt.h"
 #include "parvl/sched/executor.h"
 #include "parvl/sched/record.h"
@@ -38,10 +38,16 @@ struct EngineRequest {
   SamplingParams sampling;
   int priority = 0;        // a lower number goes first
   std::string cache_salt;  // requests of different salts share no prefix
+  TrackId track;           // where EngineConfig::timeline shows it
   // Both on the engine's thread; they must not block. `on_end` comes exactly once and last, also for a cancelled
   // request (finish kNone) and when the engine stops.
   std::function<void(const TokenEvent&)> on_token;
   std::function<void(const absl::StatusOr<GenerateResult>&)> on_end;
+};
+
+// As of the last step; those of Scheduler, and how long each module has computed since the start.
+struct EngineStats : SchedulerStats {
+  double backbone_busy_s = 0, encoder_busy_s = 0;
 };
 
 // A loaded model that answers many requests at once.
@@ -62,8 +68,8 @@ class Engine {
   virtual RequestId submit(EngineRequest request) = 0;
   // Any thread. The request ends soon, with finish kNone, unless it has ended.
   virtual void cancel(RequestId id) = 0;
-  // Any thread; as of the last step.
-  virtual SchedulerStats stats() const = 0;
+  // Any thread.
+  virtual EngineStats stats() const = 0;
 };
 
 struct EngineConfig {
@@ -72,8 +78,9 @@ struct EngineConfig {
   SamplingParams default_sampling;
   std::vector<TokenId> end_tokens;
   std::string device_name;
-  int64_t encoder_bytes_a_token = 0;  // of a media token's encoder output
-  RecordedScheduler::Write record;    // null: nothing is recorded
+  int64_t encoder_bytes_a_token = 0;   // of a media token's encoder output
+  RecordedScheduler::Write record;     // null: nothing is recorded
+  std::shared_ptr<Timeline> timeline;  // null: there is none
 };
 
 // The engine itself: one thread that schedules, hands steps to the executor and gives out what comes back.
@@ -91,16 +98,10 @@ class EngineLoop : public Engine {
   std::string device_name() const override { return config_.device_name; }
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
-  SchedulerStats stats() const override;
+  EngineStats stats() const override;
 
  private:
-  struct Live {
-    EngineRequest request;
-    TextStream stream;
-    GenerateResult result;
-    double arrival = 0, first_token = 0;  // seconds
-    bool started = false;                 // a step has held a part of it
-  };
+  struct Live;
   struct Command {
     RequestId id;
     EngineRequest request;  // without prompt: cancel
@@ -111,7 +112,12 @@ class EngineLoop : public Engine {
   void add(RequestId id, EngineRequest request);
   void submit_step();
   void commit(const Completion& completion);
+  void commit_encode(const Completion& completion);
   void commit_step(const Completion& completion);
+  void account(const Completion& completion);
+  void begin_work(Live& live, double at);
+  void tell_started(Live& live);
+  void take_first_token(Live& live, double now);
   void deliver(RequestId id, const SampledToken& token);
   void end(RequestId id, absl::Status status);
   SchedRequest describe(RequestId id, const EngineRequest& request) const;
@@ -121,9 +127,11 @@ class EngineLoop : public Engine {
   const Clock& clock_;
   RecordedScheduler scheduler_;
   absl::flat_hash_map<RequestId, std::unique_ptr<Live>> live_;
-  absl::flat_hash_map<SlotId, RequestId> encoding_;  // for whom
-  std::vector<RequestId> sampling_;                  // of the step in flight, in its order
+  EngineTrace trace_;
+  absl::flat_hash_map<SlotId, EncodeWork> encoding_;
+  std::vector<StepPart> parts_;  // of the step in flight, in its order
   bool in_flight_ = false;
+  double backbone_busy_s_ = 0, encoder_busy_s_ = 0;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -131,7 +139,7 @@ class EngineLoop : public Engine {
   bool completed_ = false;  // the executor has something
   bool stopping_ = false;
   int64_t next_id_ = 1;
-  SchedulerStats stats_;
+  EngineStats stats_;
   std::thread thread_;
 };
 

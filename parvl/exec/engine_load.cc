@@ -90,6 +90,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     PARVL_ASSIGN_OR_RETURN(config.scheduler, plan_memory(files, options, value_bytes));
     config.prompts = files.prompts;
     config.default_sampling = files.sampling;
+    config.timeline = options.timeline;
     config.end_tokens = files.end_tokens;
     config.device_name = device_text(files.device);
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * value_bytes;

@@ -17,7 +17,8 @@ struct EngineOptions {
   int64_t kv_cache_bytes = 0;  // 0: a quarter of the free memory, at most 8 GiB; never more than is of use
   int64_t encoder_cache_bytes = int64_t{1} << 30;
   bool prefix_caching = true;
-  std::string record_path;  // "": nothing is recorded; else what `parvl replay` reads
+  std::string record_path;             // "": nothing is recorded; else what `parvl replay` reads
+  std::shared_ptr<Timeline> timeline;  // null: there is none
 };
 
 // Errors as load_files; InvalidArgument too for limits that make no sense together. `clock` must outlive the engine.

@@ -23,10 +23,12 @@ struct GenerateResult {
   FinishReason finish = FinishReason::kNone;
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;  // of them, those whose keys and values were there already
-  double queue_ms = 0;        // from the call to the first step that holds a part of it
+  double queue_ms = 0;        // from the call to the start of the first encoding or step for it
+  double encode_ms = 0;       // vision encoder and projector, of the images that were not there already
+  double prefill_ms = 0;      // from the start of the first step that holds a part of it to the first token
+  double overlap_ms = 0;      // of encode_ms, what passed within prefill_ms
   double ttft_ms = 0;         // from the call to the first token
   double tpot_ms = 0;         // mean time a token after the first; 0 with fewer than two tokens
-  double encode_ms = 0;       // vision encoder and projector, of the images that were not there already
 };
 
 }  // namespace parvl

@@ -147,7 +147,7 @@ class TorchExecutor : public ModelExecutor {
   // On the encoder's thread.
   void encode(const Prompt& prompt, const EncodeWork& work) {
     Done done;
-    const double start = clock_.now_seconds();
+    done.completion.start_s = clock_.now_seconds();
     done.completion.kind = Completion::Kind::kEncode;
     done.completion.slot = work.slot;
     done.completion.status = catch_exceptions("encoding an image failed", [&] {
@@ -160,14 +160,14 @@ class TorchExecutor : public ModelExecutor {
       synchronize(files_.device);
       return absl::OkStatus();
     });
-    done.completion.seconds = clock_.now_seconds() - start;
+    done.completion.end_s = clock_.now_seconds();
     report(std::move(done));
   }
 
   // On the backbone's thread.
   void run_step(std::vector<StepItem>& items, StepId step) {
     Done done;
-    const double start = clock_.now_seconds();
+    done.completion.start_s = clock_.now_seconds();
     done.completion.step = step;
     done.completion.status = catch_exceptions("a generation step failed", [&] {
       const at::Tensor logits_SV = forward(items);
@@ -175,7 +175,7 @@ class TorchExecutor : public ModelExecutor {
       return absl::OkStatus();
     });
     if (!done.completion.status.ok()) done.completion.tokens.clear();
-    done.completion.seconds = clock_.now_seconds() - start;
+    done.completion.end_s = clock_.now_seconds();
     items.clear();  // encoder outputs may go before anybody hears of the step
     report(std::move(done));
   }

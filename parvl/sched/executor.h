@@ -25,7 +25,7 @@ struct Completion {
   StepId step;                       // kStep
   std::vector<SampledToken> tokens;  // kStep: of the sequences that sample, in the step's order
   SlotId slot;                       // kEncode
-  double seconds = 0;                // that computing it took
+  double start_s = 0, end_s = 0;     // when it was computed, by the clock
 };
 
 // Turns a SchedulerOutput into tokens. The real one drives a model, the simulator's asks a cost model. Requests are

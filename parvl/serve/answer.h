@@ -14,6 +14,7 @@ namespace parvl {
 struct Delta {
   size_t choice = 0;
   TokenEvent event;
+  double at_s = 0;  // when it came out of the engine
 };
 
 class Answer {

@@ -24,6 +24,7 @@ constexpr size_t kMaxWarnedFields = 256;  // a client cannot grow the list for e
 constexpr size_t kMaxLoggedPath = 256;
 
 constexpr char kModels[] = "/v1/models";
+constexpr char kStartProfile[] = "/start_profile", kStopProfile[] = "/stop_profile";  // as vLLM has them
 constexpr char kOk[] = R"({"status":"ok"})";
 constexpr char kGet[] = "GET, HEAD, OPTIONS";
 constexpr char kPost[] = "POST, OPTIONS";
@@ -43,6 +44,8 @@ constexpr Route kRoutes[] = {{"/v1/chat/completions", kPost, true},
                              {"/health", kGet},
                              {"/version", kGet},
                              {"/metrics", kGet},
+                             {kStartProfile, kPost},
+                             {kStopProfile, kPost},
                              {"*", "GET, HEAD, POST, OPTIONS"}};  // the server as a whole
 
 // nullptr: there is none.
@@ -128,6 +131,7 @@ absl::Status Gateway::health() const {
 
 std::string Gateway::allowed_methods(std::string_view path) const {
   const Route* route = route_of(path);
+  if (options_.timeline == nullptr && (path == kStartProfile || path == kStopProfile)) return "";
   return route == nullptr ? "" : route->methods;
 }
 
@@ -160,6 +164,8 @@ asio::awaitable<void> Gateway::handle(HttpConnection& connection) {
   if (connection.method() == http::verb::options) {
     co_await connection.reply_methods();
   } else if (connection.method() == http::verb::post) {
+    if (path == kStartProfile) co_return co_await reply_profile(connection, true);
+    if (path == kStopProfile) co_return co_await reply_profile(connection, false);
     absl::Status status = accepts();  // again: the body may have taken its time
     if (!status.ok()) co_return co_await connection.reply_error(std::move(status));
     if (path == "/tokenize") co_return co_await serve_tokenize(*this, connection);
@@ -188,7 +194,7 @@ asio::awaitable<void> Gateway::reply_health(HttpConnection& connection) {
 }
 
 asio::awaitable<void> Gateway::reply_metrics(HttpConnection& connection) {
-  const SchedulerStats stats = model_ == nullptr ? SchedulerStats{} : model_->engine->stats();
+  const EngineStats stats = model_ == nullptr ? EngineStats{} : model_->engine->stats();
   for (size_t i = 0; i < kQueueNames.size(); ++i) {
     metrics_.waiting(static_cast<QueueKind>(i), admission_.waiting(static_cast<QueueKind>(i)));
   }
@@ -196,6 +202,18 @@ asio::awaitable<void> Gateway::reply_metrics(HttpConnection& connection) {
   HttpConnection::Headers headers;
   headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8";
   co_await connection.reply(200, std::move(text), std::move(headers));
+}
+
+asio::awaitable<void> Gateway::reply_profile(HttpConnection& connection, bool start) {
+  const absl::StatusOr<std::string> path = start ? options_.timeline->start() : options_.timeline->stop();
+  if (!path.ok()) {
+    const bool taken = absl::IsFailedPrecondition(path.status());
+    co_return co_await connection.reply_error(
+        api_error(taken ? 409 : 500, std::string(path.status().message()), taken ? "trace_state" : "trace_unwritable"));
+  }
+  log_info(start ? "a trace is being recorded to " : "a trace is whole: ", *path);
+  const Json file = {{"file", *path}};
+  co_await connection.reply(200, dump_json(file));
 }
 
 Json Gateway::model_card(const std::string& name) const {

@@ -99,6 +99,7 @@ class Gateway : public HttpHandler {
   asio::awaitable<void> reply_health(HttpConnection& connection);
   asio::awaitable<void> reply_models(HttpConnection& connection);
   asio::awaitable<void> reply_metrics(HttpConnection& connection);
+  asio::awaitable<void> reply_profile(HttpConnection& connection, bool start);
 
   asio::io_context& io_;
   const ServeOptions& options_;

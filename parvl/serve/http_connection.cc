@@ -171,7 +171,7 @@ asio::awaitable<bool> HttpConnection::wait_for_bytes() {
 asio::awaitable<HttpConnection::Next> HttpConnection::read_request() {
   start_request();
   if (!co_await wait_for_bytes()) co_return Next::kClose;
-  arrival_ = shared_.clock.now_seconds();
+  arrival_ = received_s_ = shared_.clock.now_seconds();
   deadline_.arm(shared_.limits.header, shared_from_this());
   const auto [error, bytes] = co_await http::async_read_header(socket_, buffer_, *parser_, kAwait);
   deadline_.disarm();
@@ -216,8 +216,10 @@ asio::awaitable<HttpConnection::Next> HttpConnection::read_body() {
   const Disarm disarm{body_total_};
   while (!parser_->is_done()) {
     deadline_.arm(limits.body_pause, shared_from_this());
+    const bool waits = buffer_.size() == 0;
     const auto [error, bytes] = co_await http::async_read_some(socket_, buffer_, *parser_, kAwait);
     deadline_.disarm();
+    if (waits) received_s_ = shared_.clock.now_seconds();
     if ((error && deadline_.expired()) || body_total_.expired()) {
       body_total_.disarm();  // the refusal is not to be cancelled
       co_return co_await refuse(api_error(408, "the request's body took too long", "timeout"));

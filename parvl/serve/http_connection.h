@@ -86,6 +86,8 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   // The body; it is gone from here afterwards, but still counted as held until the request is over.
   std::string take_body() { return std::move(parser_->get().body()); }
   const std::string& request_id() const { return request_id_; }
+  int replied_status() const { return replied_status_; }  // 0: nothing yet
+  double received_s() const { return received_s_; }  // when it was here; a byte that was waited for counts, a parse not
   double seconds() const { return shared_.clock.now_seconds() - arrival_; }  // since its first byte
   LogFields log_fields() const;  // what a log line about it says: its id, and the trace that it is a part of
 
@@ -131,7 +133,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   std::optional<http::request_parser<http::string_body>> parser_;
   std::string path_, request_id_;
   std::optional<TraceContext> trace_;
-  double arrival_ = 0;
+  double arrival_ = 0, received_s_ = 0;
   size_t held_body_ = 0;
   bool keep_alive_ = false;
   bool chunked_ = false;

@@ -22,6 +22,10 @@ const std::vector<double> kTokenBuckets = {0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 
 const std::vector<double> kRequestBuckets = {0.3,  0.5,  0.8,  1.0,  1.5,   2.0,   2.5,   5.0,   10.0,   15.0,  20.0,
                                              30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0};
 
+const std::vector<double> kOverheadBuckets = {0.00005, 0.0001,  0.00015, 0.0002, 0.00025, 0.0003, 0.0004,
+                                              0.0005,  0.00075, 0.001,   0.002,  0.005,   0.01,   0.025,
+                                              0.05,    0.1,     0.25,    0.5,    1.0,     2.5};
+
 Labels joined(Labels labels, const Labels& more) {
   labels.insert(more.begin(), more.end());
   return labels;
@@ -70,13 +74,26 @@ Metrics::Metrics(const std::string& pool, const std::string& model_name)
   inter_token_ = histogram({"inter_token_latency_seconds", "From a token to the next one."}, kTokenBuckets);
   e2e_ = histogram({"e2e_request_latency_seconds", "From a request's arrival to its end."}, kRequestBuckets);
   queue_ = histogram({"request_queue_time_seconds", "Waiting, in the gateway and in the engine."}, kRequestBuckets);
-  prefill_ = histogram({"request_prefill_time_seconds", "From the first step to the first token."}, kRequestBuckets);
+  prefill_ = histogram({"request_prefill_time_seconds", "From the first encoding or step to the first token."},
+                       kRequestBuckets);
   decode_ = histogram({"request_decode_time_seconds", "From the first token to the last."}, kRequestBuckets);
   for (size_t i = 0; i < stages_.size(); ++i) {
     auto& stages = family(prometheus::BuildHistogram(), "parvl_request_stage_seconds",
                           "Time that a request spent in each stage.", *registry_);
     stages_[i] = &stages.Add(joined(own_labels_, {{"stage", kStageNames[i]}}), kFirstTokenBuckets);
   }
+  const auto own_histogram = [this](const std::string& name, const std::string& help, const auto& buckets) {
+    return &family(prometheus::BuildHistogram(), name, help, *registry_).Add(own_labels_, buckets);
+  };
+  overlap_ = own_histogram("parvl_request_encode_overlap_seconds",
+                           "Of the stage encode, what passed during the request's stage prefill.", kFirstTokenBuckets);
+  overhead_ = own_histogram("parvl_gateway_overhead_seconds",
+                            "What a request spends in the gateway without waiting for its turn, images or engine.",
+                            kOverheadBuckets);
+  auto& busy = family(prometheus::BuildCounter(), "parvl_busy_seconds_total",
+                      "Time that a module has computed; its rate is the share of time that it is busy.", *registry_);
+  backbone_busy_ = &busy.Add(joined(own_labels_, {{"module", "llm_backbone"}}));
+  encoder_busy_ = &busy.Add(joined(own_labels_, {{"module", "vision_encoder"}}));
   for (const FinishReason reason : {FinishReason::kStop, FinishReason::kLength, FinishReason::kNone}) {
     success_[reason] = counter(
         {"request_success_total", "Generations that ended, by reason.", {{"finished_reason", reason_label(reason)}}});
@@ -135,21 +152,24 @@ void Metrics::later_token(double since_last_s) {
 }
 
 // A generation that was cancelled tells how it ended, not how long it takes to finish one.
-void Metrics::ended(FinishReason reason, const StageSeconds& stages, double since_arrival_s) {
+void Metrics::ended(FinishReason reason, const Times& times) {
   add(success_.at(reason), 1);
   if (reason == FinishReason::kNone) return;
-  observe(e2e_, since_arrival_s);
-  observe(queue_, stages[static_cast<size_t>(Stage::kQueue)]);
-  observe(prefill_, stages[static_cast<size_t>(Stage::kPrefill)]);
-  observe(decode_, stages[static_cast<size_t>(Stage::kDecode)]);
-  for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->Observe(stages[i]);
+  observe(e2e_, times.since_arrival);
+  observe(queue_, times.stages[static_cast<size_t>(Stage::kQueue)]);
+  observe(prefill_, times.first_work);
+  observe(decode_, times.stages[static_cast<size_t>(Stage::kDecode)]);
+  for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->Observe(times.stages[i]);
+  overlap_->Observe(times.overlap);
 }
 
 void Metrics::refused(Refusal reason) { refused_[static_cast<size_t>(reason)]->Increment(); }
 
 void Metrics::waiting(QueueKind kind, size_t count) { queues_[index_of(kind)]->Set(static_cast<double>(count)); }
 
-std::string Metrics::text(const SchedulerStats& stats, int64_t queued) {
+void Metrics::gateway_overhead(double seconds) { overhead_->Observe(seconds); }
+
+std::string Metrics::text(const EngineStats& stats, int64_t queued) {
   set(running_, static_cast<double>(stats.running));
   set(waiting_, static_cast<double>(stats.waiting + queued));
   set(kv_usage_, stats.blocks == 0 ? 0 : static_cast<double>(stats.blocks_used) / static_cast<double>(stats.blocks));
@@ -158,36 +178,55 @@ std::string Metrics::text(const SchedulerStats& stats, int64_t queued) {
   raise_to(prefix_hits_, stats.prefix_hits);
   raise_to(mm_queries_, stats.encoder_queries);
   raise_to(mm_hits_, stats.encoder_hits);
+  backbone_busy_->Increment(stats.backbone_busy_s - backbone_busy_->Value());
+  encoder_busy_->Increment(stats.encoder_busy_s - encoder_busy_->Value());
   return prometheus::TextSerializer().Serialize(registry_->Collect());
 }
 
-RequestTimer::RequestTimer(Metrics& metrics, const Clock& clock)
-    : metrics_(metrics), clock_(clock), arrival_(clock.now_seconds()), last_lap_(arrival_) {}
+RequestTimer::RequestTimer(Metrics& metrics, const Clock& clock, double arrival_s, Timeline* timeline, TrackId track)
+    : metrics_(metrics), clock_(clock), timeline_(timeline), track_(track), arrival_(arrival_s), last_lap_(arrival_s) {}
 
 void RequestTimer::lap(Stage stage) {
   const double now = clock_.now_seconds();
-  stages_[static_cast<size_t>(stage)] += now - std::exchange(last_lap_, now);
+  const double since = std::exchange(last_lap_, now);
+  stages_[static_cast<size_t>(stage)] += now - since;
+  if (timeline_ != nullptr) timeline_->span(track_, kStageNames[static_cast<size_t>(stage)], since, now);
 }
 
-void RequestTimer::token(size_t choice, int64_t prompt_tokens) {
-  const double now = clock_.now_seconds();
-  const auto [place, first] = tokens_.try_emplace(choice, now);
+void RequestTimer::media(double begin_s, double end_s) {
+  media_s_ += end_s - begin_s;
+  if (timeline_ != nullptr && end_s > 0) timeline_->span(track_, "images", begin_s, end_s, {}, "images");
+}
+
+void RequestTimer::submitted() {
+  overhead_s_ = clock_.now_seconds() - arrival_ - stages_[static_cast<size_t>(Stage::kQueue)] - media_s_;
+}
+
+void RequestTimer::token(size_t choice, int64_t prompt_tokens, double at_s) {
+  const auto [place, first] = tokens_.try_emplace(choice, at_s);
   if (first) {
-    metrics_.first_token(now - arrival_, prompt_tokens);
+    metrics_.first_token(at_s - arrival_, prompt_tokens);
   } else {
-    metrics_.later_token(now - std::exchange(place->second, now));
+    metrics_.later_token(at_s - std::exchange(place->second, at_s));
   }
 }
 
+void RequestTimer::answered(double token_s) {
+  if (std::exchange(answered_, true)) return;
+  metrics_.gateway_overhead(overhead_s_ + clock_.now_seconds() - token_s);
+}
+
+// The engine's own waiting adds to the line's. What vLLM calls prefill begins with the first work, an encoding too.
 void RequestTimer::ended(const absl::StatusOr<GenerateResult>& result) {
   if (!result.ok()) return;
   StageSeconds stages = stages_;
   const double later_tokens = static_cast<double>(std::max<size_t>(result->token_ids.size(), 1) - 1);
   stages[static_cast<size_t>(Stage::kQueue)] += result->queue_ms * 1e-3;
   stages[static_cast<size_t>(Stage::kEncode)] = result->encode_ms * 1e-3;
-  stages[static_cast<size_t>(Stage::kPrefill)] = (result->ttft_ms - result->queue_ms) * 1e-3;
+  stages[static_cast<size_t>(Stage::kPrefill)] = result->prefill_ms * 1e-3;
   stages[static_cast<size_t>(Stage::kDecode)] = result->tpot_ms * later_tokens * 1e-3;
-  metrics_.ended(result->finish, stages, clock_.now_seconds() - arrival_);
+  metrics_.ended(result->finish, {stages, result->overlap_ms * 1e-3, (result->ttft_ms - result->queue_ms) * 1e-3,
+                                  clock_.now_seconds() - arrival_});
 }
 
 }  // namespace parvl

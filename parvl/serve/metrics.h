@@ -10,6 +10,7 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/base/status.h"
+#include "parvl/base/timeline.h"
 #include "parvl/exec/engine.h"
 #include "parvl/serve/admission.h"
 
@@ -40,12 +41,19 @@ class Metrics {
 
   void first_token(double since_arrival_s, int64_t prompt_tokens);
   void later_token(double since_last_s);
-  void ended(FinishReason reason, const StageSeconds& stages,
-             double since_arrival_s);  // a generation; kNone: cancelled
+  // One generation's times, in seconds.
+  struct Times {
+    StageSeconds stages{};
+    double overlap = 0;     // of the stage encode, what passed during the stage prefill
+    double first_work = 0;  // from the start of the first encoding or step for it to the first token
+    double since_arrival = 0;
+  };
+  void ended(FinishReason reason, const Times& times);  // kNone: cancelled
+  void gateway_overhead(double seconds);                // of a request that was answered
   void refused(Refusal reason);
   void waiting(QueueKind kind, size_t count);  // in the gateway, of the coming text
   // The Prometheus text format. `stats` counts since the engine's start; `queued` wait outside of it.
-  std::string text(const SchedulerStats& stats, int64_t queued);
+  std::string text(const EngineStats& stats, int64_t queued);
 
  private:
   // The same metric under both names.
@@ -68,25 +76,41 @@ class Metrics {
   std::array<prometheus::Counter*, kRefusalNames.size()> refused_{};
   std::array<prometheus::Gauge*, kQueueNames.size()> queues_{};
   std::map<FinishReason, Twin<prometheus::Counter>> success_;
+  prometheus::Histogram *overlap_ = nullptr, *overhead_ = nullptr;
+  prometheus::Counter *backbone_busy_ = nullptr, *encoder_busy_ = nullptr;
   Twin<prometheus::Counter> prompt_tokens_, generation_tokens_;
   Twin<prometheus::Gauge> running_, waiting_, kv_usage_;
   Twin<prometheus::Counter> preemptions_, prefix_queries_, prefix_hits_, mm_queries_, mm_hits_;
 };
 
-// Follows one request and tells the metrics. Both must outlive it. One thread.
+// Follows one request and tells the metrics and the timeline, which outlive it. Times are the clock's seconds. One
+// thread.
+//
+// The gateway's overhead is what a request spends in this program without waiting for its turn, for its images to be
+// ready, or for the engine: from its last byte here to the engine's queue, and from a token (the first one of a stream,
+// else the last) to its bytes in the socket.
 class RequestTimer {
  public:
-  // The request arrives now.
-  RequestTimer(Metrics& metrics, const Clock& clock);
-  void lap(Stage stage);  // what has passed since the arrival or the last lap belongs to this stage
-  void token(size_t choice, int64_t prompt_tokens);
+  // `timeline` may be null.
+  RequestTimer(Metrics& metrics, const Clock& clock, double arrival_s, Timeline* timeline = nullptr,
+               TrackId track = {});
+  void lap(Stage stage);                     // what has passed since the arrival or the last lap belongs to this stage
+  void media(double begin_s, double end_s);  // within the stage that the next lap ends: getting images ready
+  void submitted();                          // the engine has it
+  void token(size_t choice, int64_t prompt_tokens, double at_s);
   void ended(const absl::StatusOr<GenerateResult>& result);  // one of its generations
+  void answered(double token_s);  // the bytes of this token are in the socket; the first call counts
 
  private:
   Metrics& metrics_;
   const Clock& clock_;
-  const double arrival_;
+  Timeline* timeline_;
+  TrackId track_;
+  double arrival_;
   double last_lap_;
+  double media_s_ = 0;
+  double overhead_s_ = 0;  // before the engine
+  bool answered_ = false;
   StageSeconds stages_{};            // before the engine
   std::map<size_t, double> tokens_;  // when each choice's last one came
 };

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "parvl/base/timeline.h"
 #include "parvl/media/image_source.h"
 
 namespace parvl {
@@ -62,7 +63,9 @@ struct ServeOptions {
   HttpLimits http;
   uint64_t seed = 0;  // of request ids, and of sampling where a request gives no seed; should differ at each start
   bool log_requests = false;  // a line a request, without its content
-  int stop_descriptor = -1;   // readable: shut down (StopSignal::descriptor()); not owned
+  // Where requests are shown, and what /start_profile and /stop_profile start and stop; null: there are no such routes.
+  std::shared_ptr<Timeline> timeline;
+  int stop_descriptor = -1;  // readable: shut down (StopSignal::descriptor()); not owned
 };
 
 }  // namespace parvl

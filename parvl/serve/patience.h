@@ -23,8 +23,9 @@ class Patience {
   bool over() const { return connection_.gone() || cut() || whole_.over() || queue_.over(); }
   // Once it is over and the client is still there: what to answer, counted in the metrics.
   absl::Status why();
-  // Stopped when the time is up or the server cuts what runs; any thread.
+  // Stopped when the time is up, the server cuts what runs, or by stop(); any thread.
   std::stop_token stop_token() const { return stop_.get_token(); }
+  void stop() { stop_.request_stop(); }
 
  private:
   bool cut() const { return gateway_.state() == Gateway::State::kCutting; }

@@ -107,7 +107,9 @@ absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request,
   if (!request.images.empty()) {
     PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, processor_for(request.pixels, prompts.image_processor()));
     MediaFetcher fetcher(policy, stop);
+    if (media != nullptr) media->begin_s = media->clock.now_seconds();
     PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy, fetcher));
+    if (media != nullptr) media->end_s = media->clock.now_seconds();
   }
   absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), options);
   if (!prompt.ok()) return with_field(prompt.status(), "messages");

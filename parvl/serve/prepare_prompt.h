@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "parvl/base/clock.h"
 #include "parvl/base/status.h"
 #include "parvl/exec/engine.h"
 #include "parvl/serve/openai_request.h"
@@ -20,6 +21,13 @@ struct PromptLimits {
 };
 PromptLimits prompt_limits(const Engine& engine);
 
+// From when to when a request's images were fetched, decoded and cut into patches, in the clock's seconds; both 0 for
+// one without images.
+struct MediaStage {
+  const Clock& clock;
+  double begin_s = 0, end_s = 0;
+};
+
 // Thread-safe. Errors are answers' statuses: 400 over the context (naming the limit), 413 an image over a cap, 422 an
 // image that cannot be fetched, read or decoded (naming the item), the chat template's own refusals (400), and 503 when
 // stopped.
@@ -27,7 +35,8 @@ struct PromptMaker {
   const PromptBuilder& prompts;
   const PromptLimits& limits;
   const MediaPolicy& policy;
-  std::stop_token stop = {};  // ends what is being fetched
+  std::stop_token stop = {};    // ends what is being fetched
+  MediaStage* media = nullptr;  // filled when given; then one call at a time
 
   // One for the messages, or one for each plain prompt.
   absl::StatusOr<std::vector<Prompt>> prepare(const GenerateRequest& request) const;

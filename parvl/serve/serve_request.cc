@@ -14,6 +14,8 @@
 namespace parvl {
 namespace {
 
+constexpr size_t kSmallBody = 16u << 10;
+
 // What a request's generations have given out and nobody has taken yet. The engine's thread posts into it; the rest is
 // the io thread's.
 struct Deltas {
@@ -24,10 +26,11 @@ struct Deltas {
   size_t running = 0;         // generations that have not ended
   absl::Status failure;       // of the first one that failed
   int64_t cached_tokens = 0;  // of the prompts
+  double last_s = 0;          // when the last token that was taken came out of the engine
 
-  void came(size_t choice, const TokenEvent& event, int64_t prompt_tokens) {
-    timer.token(choice, prompt_tokens);
-    waiting.push_back({choice, event});
+  void came(Delta delta, int64_t prompt_tokens) {
+    timer.token(delta.choice, prompt_tokens, delta.at_s);
+    waiting.push_back(std::move(delta));
     wakeup->notify();
   }
 
@@ -41,12 +44,48 @@ struct Deltas {
   }
 };
 
+// The row of one request in the timeline, from its arrival to its end.
+class RequestRow {
+ public:
+  RequestRow(const Gateway& gateway, const HttpConnection& connection)
+      : timeline_(gateway.options().timeline.get()), clock_(gateway.clock()), connection_(connection) {
+    if (timeline_ == nullptr) return;
+    track_ = timeline_->new_track();
+    timeline_->begin(track_, connection.request_id(), connection.received_s(), connection.log_fields());
+  }
+  ~RequestRow() {
+    if (timeline_ == nullptr) return;
+    timeline_->end(track_, connection_.request_id(), clock_.now_seconds(),
+                   {{"status", int64_t{connection_.replied_status()}}});
+  }
+  RequestRow(const RequestRow&) = delete;
+  RequestRow& operator=(const RequestRow&) = delete;
+
+  Timeline* timeline() const { return timeline_; }
+  TrackId track() const { return track_; }
+  // A row of its own for each generation but the first: they run side by side.
+  TrackId of_choice(size_t choice) const {
+    if (timeline_ == nullptr || choice == 0) return track_;
+    const TrackId track = timeline_->new_track();
+    timeline_->mark(track, absl::StrCat(connection_.request_id(), " choice ", choice), clock_.now_seconds());
+    return track;
+  }
+
+ private:
+  Timeline* timeline_;
+  const Clock& clock_;
+  const HttpConnection& connection_;
+  TrackId track_;
+};
+
 // One generation of `job`, for the choice with that index.
 RequestId start_generation(Gateway& gateway, EngineRequest job, size_t choice, const std::shared_ptr<Deltas>& deltas) {
   asio::io_context& io = gateway.io();
   const auto prompt_tokens = static_cast<int64_t>(job.prompt->ids.size());
-  job.on_token = [&io, deltas, choice, prompt_tokens](const TokenEvent& event) {
-    asio::post(io, [deltas, choice, prompt_tokens, event] { deltas->came(choice, event, prompt_tokens); });
+  job.on_token = [&io, &clock = gateway.clock(), deltas, choice, prompt_tokens](const TokenEvent& event) {
+    asio::post(io, [deltas, prompt_tokens, delta = Delta{choice, event, clock.now_seconds()}]() mutable {
+      deltas->came(std::move(delta), prompt_tokens);
+    });
   };
   job.on_end = [&gateway, &io, deltas, choice](const absl::StatusOr<GenerateResult>& result) {
     asio::post(io, [&gateway, deltas, choice, result] {
@@ -60,7 +99,7 @@ RequestId start_generation(Gateway& gateway, EngineRequest job, size_t choice, c
 
 // `n` generations a prompt, whose seeds follow each other.
 std::vector<RequestId> start_generations(Gateway& gateway, std::vector<Prompt> prompts, const GenerateRequest& request,
-                                         const std::shared_ptr<Deltas>& deltas) {
+                                         const RequestRow& row, const std::shared_ptr<Deltas>& deltas) {
   std::vector<RequestId> ids;
   for (Prompt& prompt : prompts) {
     EngineRequest job;
@@ -70,6 +109,7 @@ std::vector<RequestId> start_generations(Gateway& gateway, std::vector<Prompt> p
     job.priority = request.priority;
     job.cache_salt = request.cache_salt;
     for (int64_t i = 0; i < request.n; ++i, ++job.sampling.seed) {
+      job.track = row.of_choice(ids.size());
       ids.push_back(start_generation(gateway, job, ids.size(), deltas));
     }
   }
@@ -119,10 +159,14 @@ asio::awaitable<void> give_up(Gateway& gateway, HttpConnection& connection, Pati
 }
 
 // Until every generation has ended, one has failed, or the request is over.
-asio::awaitable<void> take_all(Deltas& deltas, Answer& answer, HttpConnection& connection, const Patience& patience) {
+asio::awaitable<void> take_all(Deltas& deltas, Answer& answer, HttpConnection& connection, const Patience& patience,
+                               bool stream) {
   while (!patience.over()) {
     if (!deltas.waiting.empty()) {
+      deltas.last_s = deltas.waiting.back().at_s;
+      const double first_s = deltas.waiting.front().at_s;
       co_await answer.take(deltas.waiting);
+      if (stream) deltas.timer.answered(first_s);
     } else if (deltas.running == 0 || !deltas.failure.ok()) {
       break;
     } else {
@@ -147,17 +191,49 @@ std::string too_many_tokens(const Admission& admission, int64_t prompt_tokens) {
                       " (--max-queue-tokens)");
 }
 
+// A small body is parsed here: to go to another thread and back would take longer.
+asio::awaitable<absl::StatusOr<GenerateRequest>> parse_body(Gateway& gateway, std::string body, Api api) {
+  auto parse = [&] { return parse_request(body, api, gateway.model().rules); };
+  if (body.size() <= kSmallBody) co_return parse();
+  co_return co_await run_on(gateway.pool(), parse);
+}
+
+// On a thread of a pool; what it still fetches is given up when the request is over, its client gone say.
+asio::awaitable<absl::StatusOr<std::vector<Prompt>>> prepare_prompts(Gateway& gateway, HttpConnection& connection,
+                                                                     Patience& patience, const GenerateRequest& request,
+                                                                     MediaStage& media) {
+  PromptMaker maker = gateway.prompt_maker(patience.stop_token());
+  maker.media = &media;
+  bool done = false;
+  std::exception_ptr exception;
+  absl::StatusOr<std::vector<Prompt>> prompts = absl::UnknownError("not prepared");
+  asio::thread_pool& pool = names_web_items(request) ? gateway.fetch_pool() : gateway.pool();
+  asio::co_spawn(gateway.io(), run_on(pool, [&] { return maker.prepare(request); }),
+                 [&](std::exception_ptr thrown, absl::StatusOr<std::vector<Prompt>> made) {
+                   exception = thrown;
+                   prompts = std::move(made);
+                   done = true;
+                   connection.wakeup()->notify();
+                 });
+  while (!done) {
+    co_await connection.wakeup()->wait();
+    if (patience.over()) patience.stop();
+  }
+  if (exception) std::rethrow_exception(exception);
+  co_return prompts;
+}
+
 }  // namespace
 
 asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection, Api api) {
   const Gateway::ActiveRequest active(gateway, *connection.wakeup());
-  RequestTimer timer(gateway.metrics(), gateway.clock());
+  const RequestRow row(gateway, connection);
+  RequestTimer timer(gateway.metrics(), gateway.clock(), connection.received_s(), row.timeline(), row.track());
   Patience patience(gateway, connection);
 
   // parse
   const LoadedModel& model = gateway.model();
-  auto parse = [&model, api, body = connection.take_body()] { return parse_request(body, api, model.rules); };
-  absl::StatusOr<GenerateRequest> request = co_await run_on(gateway.pool(), std::move(parse));
+  absl::StatusOr<GenerateRequest> request = co_await parse_body(gateway, connection.take_body(), api);
   if (!request.ok()) co_return co_await connection.reply_error(request.status());
   const std::string model_name = request->model.empty() ? gateway.options().served_names.front() : request->model;
   if (absl::Status status = gateway.check_model(model_name); !status.ok()) {
@@ -180,13 +256,14 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   timer.lap(Stage::kQueue);
 
   // preprocess
-  auto prepare = [&] { return gateway.prompt_maker(patience.stop_token()).prepare(*request); };
-  asio::thread_pool& pool = names_web_items(*request) ? gateway.fetch_pool() : gateway.pool();
-  absl::StatusOr<std::vector<Prompt>> prompts = co_await run_on(pool, prepare);
+  MediaStage media{gateway.clock()};
+  absl::StatusOr<std::vector<Prompt>> prompts =
+      co_await prepare_prompts(gateway, connection, patience, *request, media);
   request->forget_inputs();  // as large as the body, and not needed any more
   if (patience.over()) co_return co_await give_up(gateway, connection, patience);
   if (!prompts.ok()) co_return co_await connection.reply_error(prompts.status());
   timer.lap(Stage::kPreprocess);
+  timer.media(media.begin_s, media.end_s);
   Usage usage;
   for (const Prompt& prompt : *prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
 
@@ -196,12 +273,13 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
                                  too_many_tokens(gateway.admission(), usage.prompt_tokens));
   }
   auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), timer, static_cast<size_t>(request->n)});
-  const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prompts), *request, deltas);
+  const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prompts), *request, row, deltas);
+  deltas->timer.submitted();
   ticket->leave_line();
 
   // await deltas
   Answer answer(connection, model.prompts().tokenizer(), answer_options(gateway, *request, model_name));
-  co_await take_all(*deltas, answer, connection, patience);
+  co_await take_all(*deltas, answer, connection, patience, request->stream);
 
   // finish
   for (const RequestId job : jobs) model.engine->cancel(job);  // no effect on one that has ended
@@ -213,6 +291,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   if (deltas->running > 0 || !deltas->waiting.empty()) co_return co_await answer.fail(patience.why());
   usage.cached_tokens = deltas->cached_tokens;
   co_await answer.finish(usage);
+  deltas->timer.answered(deltas->last_s);
 }
 
 }  // namespace parvl

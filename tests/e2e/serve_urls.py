@@ -1,5 +1,7 @@
 """Images by http and https URL: a running server fetches them from a web server of this test."""
 import http.server
+import json
+import socket
 import ssl
 import subprocess
 import tempfile
@@ -128,6 +130,22 @@ class ImagesByUrl(unittest.TestCase):
         self.addCleanup(site.server_close)
         self.addCleanup(site.shutdown)
         self.refused(422, "certificate is not trusted", f"https://localhost:{site.server_address[1]}/red.png")
+
+    def test_a_client_that_leaves_ends_its_fetch(self):
+        stuck = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
+        self.addCleanup(stuck.close)
+        url = f"http://127.0.0.1:{stuck.getsockname()[1]}/red.png"
+        client = self.server.connect()
+        client.request("POST", "/v1/chat/completions", json.dumps({"messages": ask(QUESTION, url)}))
+        fetch, _ = stuck.accept()
+        self.addCleanup(fetch.close)
+        fetch.settimeout(60)
+        while not fetch.recv(4096).endswith(b"\r\n\r\n"):
+            pass
+        begin = time.monotonic()
+        client.close()
+        self.assertEqual(fetch.recv(4096), b"")  # the server has given it up
+        self.assertLess(time.monotonic() - begin, 5)  # and not after the ten seconds of a fetch
 
     def test_sigterm_does_not_wait_for_a_site(self):
         stuck = http.server.HTTPServer(("127.0.0.1", 0), Site)  # takes connections and never answers

@@ -63,6 +63,7 @@ class PretendingExecutor : public ModelExecutor {
         Completion done;
         done.kind = Completion::Kind::kEncode;
         done.slot = work.slot;
+        done.start_s = done.end_s = clock_.now_seconds();
         if (fails()) done.status = failed("the encoder pretends to fail");
         report(std::move(done));
       }
@@ -73,6 +74,7 @@ class PretendingExecutor : public ModelExecutor {
   Completion step(const SchedulerOutput& job) {
     Completion done;
     done.step = job.step;
+    done.start_s = done.end_s = clock_.now_seconds();
     if (fails()) {
       done.status = failed("the step pretends to fail");
       return done;
@@ -95,6 +97,7 @@ class PretendingExecutor : public ModelExecutor {
     notify_();
   }
 
+  const RealClock clock_;
   std::set<int64_t> known_;  // the engine's thread only
   Rng rng_;
   int64_t failures_;
@@ -161,7 +164,9 @@ class EngineLoopTest : public testing::Test {
     request.on_end = [&ends, index, tokens, wanted = request.sampling.max_tokens](const auto& result) {
       if (result.ok()) {
         EXPECT_EQ(static_cast<int64_t>(result->token_ids.size()), *tokens);
-        if (result->finish == FinishReason::kLength) EXPECT_EQ(*tokens, wanted);
+        if (result->finish == FinishReason::kLength) {
+          EXPECT_EQ(*tokens, wanted);
+        }
       }
       std::lock_guard lock(ends.mutex);
       ++ends.count[index];

@@ -188,7 +188,9 @@ TEST_P(EngineFamilyTest, EqualsTheGeneratorHoweverItIsCutAndBatched) {
         expect_nothing_held(*engine);
         const SchedulerStats stats = engine->stats();
         EXPECT_EQ(stats.prefix_hits > 0, cache);
-        if (engine->prompts().has_images()) EXPECT_GT(stats.encoder_hits, 0);
+        if (engine->prompts().has_images()) {
+          EXPECT_GT(stats.encoder_hits, 0);
+        }
       }
     }
   }

@@ -159,7 +159,7 @@ void FakeEngine::cancel(RequestId id) {
   for (Job& job : jobs_) job.cancelled |= job.id == id;
 }
 
-SchedulerStats FakeEngine::stats() const {
+EngineStats FakeEngine::stats() const {
   std::lock_guard lock(script_->mutex);
   return script_->stats;
 }

@@ -48,7 +48,7 @@ struct FakeScript {
   std::vector<int> priorities;
   std::vector<std::string> salts;
   int64_t cached_tokens = 0;  // what the first generation finds cached; each later one finds one more
-  SchedulerStats stats;
+  EngineStats stats;
 
   void allow(int64_t tokens) {
     std::lock_guard lock(mutex);
@@ -72,7 +72,7 @@ class FakeEngine : public Engine {
   std::string device_name() const override { return "test"; }
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
-  SchedulerStats stats() const override;
+  EngineStats stats() const override;
 
  private:
   struct Job {

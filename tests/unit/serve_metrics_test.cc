@@ -8,8 +8,8 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
-SchedulerStats some_stats() {
-  SchedulerStats stats;
+EngineStats some_stats() {
+  EngineStats stats;
   stats.running = 3;
   stats.waiting = 4;
   stats.blocks = 200;
@@ -19,12 +19,14 @@ SchedulerStats some_stats() {
   stats.prefix_hits = 40;
   stats.encoder_queries = 9;
   stats.encoder_hits = 8;
+  stats.backbone_busy_s = 2.5;
+  stats.encoder_busy_s = 0.25;
   return stats;
 }
 
 TEST(Metrics, EveryFigureStandsUnderBothNames) {
   Metrics metrics("colocated", "tiny \"1\"");
-  metrics.ended(FinishReason::kStop, {}, 1);
+  metrics.ended(FinishReason::kStop, {});
   const std::string text = metrics.text(some_stats(), 2);
   const std::vector<std::pair<std::string, std::string>> figures = {{"num_requests_running", "3"},
                                                                     {"num_requests_waiting", "6"},
@@ -51,7 +53,7 @@ TEST(Metrics, EveryFigureStandsUnderBothNames) {
 
 TEST(Metrics, CountersFollowTheEngineAndNeverGoBack) {
   Metrics metrics("p", "m");
-  SchedulerStats stats = some_stats();
+  EngineStats stats = some_stats();
   metrics.text(stats, 0);
   stats.preemptions = 7;
   stats.running = 0;
@@ -60,13 +62,15 @@ TEST(Metrics, CountersFollowTheEngineAndNeverGoBack) {
     EXPECT_THAT(text, HasSubstr("parvl_num_preemptions_total{pool=\"p\"} 7\n"));
     EXPECT_THAT(text, HasSubstr("parvl_num_requests_running{pool=\"p\"} 0\n"));
     EXPECT_THAT(text, HasSubstr("parvl_prefix_cache_hits_total{pool=\"p\"} 40\n"));
+    EXPECT_THAT(text, HasSubstr("parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"p\"} 2.5\n"));
+    EXPECT_THAT(text, HasSubstr("parvl_busy_seconds_total{module=\"vision_encoder\",pool=\"p\"} 0.25\n"));
   }
 }
 
 TEST(Metrics, ARequestsTimesGoToTheirStages) {
   ManualClock clock;
   Metrics metrics("p", "m");
-  RequestTimer timer(metrics, clock);
+  RequestTimer timer(metrics, clock, 0);
   const auto pass = [&](double seconds) { clock.advance_ns(static_cast<int64_t>(seconds * 1e9)); };
   pass(0.25);
   timer.lap(Stage::kPreprocess);
@@ -74,17 +78,24 @@ TEST(Metrics, ARequestsTimesGoToTheirStages) {
   timer.lap(Stage::kQueue);
   pass(0.25);
   timer.lap(Stage::kPreprocess);
-  pass(5);
-  timer.token(0, 30);  // of the first choice
+  timer.media(1.25, 1.375);
+  pass(0.125);
+  timer.submitted();  // 0.5 s here without the line and the image
+  pass(4.875);
+  timer.token(0, 30, clock.now_seconds());  // of the first choice
   pass(0.5);
-  timer.token(1, 30);
+  timer.token(1, 30, clock.now_seconds());
+  timer.answered(clock.now_seconds() - 0.25);
   pass(0.03);
-  timer.token(0, 30);
+  timer.token(0, 30, clock.now_seconds());
+  timer.answered(0);
   GenerateResult result;
   result.token_ids = {1, 2, 3};
   result.finish = FinishReason::kLength;
   result.queue_ms = 2000;
   result.encode_ms = 700;
+  result.prefill_ms = 2500;
+  result.overlap_ms = 300;
   result.ttft_ms = 5000;
   result.tpot_ms = 40;
   timer.ended(result);
@@ -107,7 +118,11 @@ TEST(Metrics, ARequestsTimesGoToTheirStages) {
                                           "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"queue\"} 3",
                                           "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"preprocess\"} 0.5",
                                           "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"encode\"} 0.7",
-                                          "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"prefill\"} 3",
+                                          "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"prefill\"} 2.5",
+                                          "vllm:request_prefill_time_seconds_sum{model_name=\"m\"} 3",
+                                          "parvl_request_encode_overlap_seconds_sum{pool=\"p\"} 0.3",
+                                          "parvl_gateway_overhead_seconds_count{pool=\"p\"} 1",
+                                          "parvl_gateway_overhead_seconds_sum{pool=\"p\"} 0.75",
                                           "parvl_request_stage_seconds_sum{pool=\"p\",stage=\"decode\"} 0.08"};
   for (const std::string& line : lines) EXPECT_THAT(text, HasSubstr("\n" + line));
 }
