@@ -171,6 +171,22 @@ void add_unavailable_options(CLI::App& command, ServeFlags& flags) {
   }
 }
 
+// What it tells of what it does.
+void add_telling_options(CLI::App& command, ServeFlags& flags) {
+  command.add_option("--record", flags.engine.record_path,
+                     "File to write every scheduling event and decision to, for `parvl replay`; it holds token ids");
+  named(
+      command.add_option("--trace", flags.trace.path,
+                         "File for a trace of requests and steps, without content, for Perfetto or chrome://tracing"));
+  command.add_option("--trace-max-bytes", flags.trace.max_bytes, "Where a trace ends")->capture_default_str();
+  command.add_flag("--trace-wait", flags.trace_wait, "Trace only from POST /start_profile to /stop_profile");
+  command.add_option("--log-format", flags.log_format, "text, or json: an object a line, with times and request ids")
+      ->check(CLI::IsMember({"text", "json"}))
+      ->capture_default_str();
+  command.add_flag("--log-requests", flags.serve.log_requests,
+                   "A line a request on standard error, without its content");
+}
+
 }  // namespace
 
 void add_serve_command(CLI::App& app, Context& context) {
@@ -198,13 +214,6 @@ void add_serve_command(CLI::App& app, Context& context) {
       ->capture_default_str();
   command->add_flag("--enable-prefix-caching,!--no-enable-prefix-caching", engine.prefix_caching,
                     "Keep the keys and values of prompts for requests that begin alike (default: on)");
-  command->add_option("--record", engine.record_path,
-                      "File to write every scheduling event and decision to, for `parvl replay`; it holds token ids");
-  named(
-      command->add_option("--trace", flags->trace.path,
-                          "File for a trace of requests and steps, without content, for Perfetto or chrome://tracing"));
-  command->add_option("--trace-max-bytes", flags->trace.max_bytes, "Where a trace ends")->capture_default_str();
-  command->add_flag("--trace-wait", flags->trace_wait, "Trace only from POST /start_profile to /stop_profile");
   command
       ->add_option("--max-queue", serve.max_queue,
                    "Choices that may wait, of text requests and of requests with images each; one more gets 429")
@@ -238,12 +247,9 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--allowed-private-media-hosts", flags->private_media_hosts,
                       "HOST,...: hosts whose address need not be public");
   command->add_option("--max-body-bytes", serve.http.body_bytes, "Largest request body")->capture_default_str();
-  command->add_option("--log-format", flags->log_format, "text, or json: an object a line, with times and request ids")
-      ->check(CLI::IsMember({"text", "json"}))
-      ->capture_default_str();
-  command->add_flag("--log-requests", serve.log_requests, "A line a request on standard error, without its content");
   command->add_option("--tensor-parallel-size", flags->tensor_parallel_size, "Also -tp; only 1 is available yet");
   command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
+  add_telling_options(*command, *flags);
   add_unavailable_options(*command, *flags);
   run_with(*command, context, [flags, &context] { return run_serve(*flags, context); });
 }
