@@ -125,10 +125,12 @@ void print_report(const BenchFlags& flags, const LoadResult& result, const LoadR
     json["model"] = result.model;
     json["loop"] = flags.concurrency > 0 ? "closed" : "open";
     json["tokens_per_word"] = tokens_per_word;
+    json["server"] = server_json(result.server);
     std::printf("%s\n", dump(json).c_str());
   } else {
     const std::string model = result.model.empty() ? "" : ", model " + excerpt(result.model, 200);
-    std::printf("target     %s%s\n%s", flags.target.c_str(), model.c_str(), report_table(report).c_str());
+    std::printf("target     %s%s\n%s%s", flags.target.c_str(), model.c_str(), server_line(result.server).c_str(),
+                report_table(report).c_str());
   }
   std::fflush(stdout);
   if (report.lateness_ms.count > 0 && report.lateness_ms.p99 > kLate_ms) {

@@ -55,7 +55,20 @@ if [ ! -e "$deps/jinja/.ready" ]; then
     vendor/llama.cpp/common/jinja/ vendor/llama.cpp/common/unicode vendor/llama.cpp/common/json. vendor/llama.cpp/LICENSE
   touch "$deps/jinja/.ready"
 fi
+# promtool alone, out of Debian's package of Prometheus: installed, that would run a server on this machine.
+fetch_promtool() {
+  local work
+  work=$(mktemp -d "$deps/promtool.XXXXXX")
+  cd "$work"
+  apt-get download -q prometheus || { as_root apt-get update -q && apt-get download -q prometheus; }
+  dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x ./usr/bin/promtool
+  mkdir -p "$deps/promtool"
+  mv usr/bin/promtool "$deps/promtool/promtool"
+  rm -rf "$work"
+}
+
 if [ "${1:-}" = tests ]; then
   pip_target oracle tools/requirements-tests.txt
+  if [ ! -e "$deps/promtool/promtool" ]; then quietly "download promtool" fetch_promtool; fi
   if [ ! -e "$deps/cuda-stubs/libstubs.so" ]; then tools/stub_cuda_libs.sh "$deps/torch/torch" "$deps/cuda-stubs"; fi
 fi

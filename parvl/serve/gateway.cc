@@ -25,6 +25,7 @@ constexpr size_t kMaxLoggedPath = 256;
 
 constexpr char kModels[] = "/v1/models";
 constexpr char kStartProfile[] = "/start_profile", kStopProfile[] = "/stop_profile";  // as vLLM has them
+constexpr char kMetrics[] = "/metrics";
 constexpr char kOk[] = R"({"status":"ok"})";
 constexpr char kGet[] = "GET, HEAD, OPTIONS";
 constexpr char kPost[] = "POST, OPTIONS";
@@ -43,7 +44,7 @@ constexpr Route kRoutes[] = {{"/v1/chat/completions", kPost, true},
                              {"/readyz", kGet},
                              {"/health", kGet},
                              {"/version", kGet},
-                             {"/metrics", kGet},
+                             {kMetrics, kGet},
                              {kStartProfile, kPost},
                              {kStopProfile, kPost},
                              {"*", "GET, HEAD, POST, OPTIONS"}};  // the server as a whole
@@ -178,7 +179,7 @@ asio::awaitable<void> Gateway::handle(HttpConnection& connection) {
     co_await connection.reply(200, dump_json(version));
   } else if (is_probe(path)) {
     co_await reply_health(connection);
-  } else if (path == "/metrics") {
+  } else if (path == kMetrics) {
     co_await reply_metrics(connection);
   } else {
     co_await reply_models(connection);
@@ -198,7 +199,7 @@ asio::awaitable<void> Gateway::reply_metrics(HttpConnection& connection) {
   for (size_t i = 0; i < kQueueNames.size(); ++i) {
     metrics_.waiting(static_cast<QueueKind>(i), admission_.waiting(static_cast<QueueKind>(i)));
   }
-  std::string text = metrics_.text(stats, static_cast<int64_t>(admission_.in_line()));
+  std::string text = metrics_.text(stats, static_cast<int64_t>(admission_.in_line()), health().ok());
   HttpConnection::Headers headers;
   headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8";
   co_await connection.reply(200, std::move(text), std::move(headers));
@@ -266,6 +267,7 @@ void Gateway::warn_unknown_fields(const std::vector<std::string>& fields) {
 }
 
 void Gateway::finished(const HttpConnection& connection, int http_status) {
+  if (!is_probe(connection.path()) && connection.path() != kMetrics) metrics_.responded(http_status);
   if (!options_.log_requests) return;
   LogFields fields = connection.log_fields();
   const auto method = http::to_string(connection.method());

@@ -41,6 +41,7 @@ class LoadRun {
   asio::awaitable<absl::StatusOr<int64_t>> probe_prompt(std::string text);
   // The test: one coroutine makes requests ahead, one sends them when they are due, and one for each waits for its end.
   asio::awaitable<void> test();
+  asio::awaitable<MetricsPage> scrape();
   asio::awaitable<void> make_ahead();
   asio::awaitable<void> send_all();
   asio::awaitable<void> send(size_t index, std::string body);
@@ -117,8 +118,13 @@ asio::awaitable<void> LoadRun::test() {
   if (status_.ok()) {
     result_.records.reserve(options_.due_s.size());  // send() keeps references
     asio::co_spawn(io_, make_ahead(), rethrow);
+    while (!all_made() && !ahead_is_full()) co_await made_one_.wait();  // a lead to begin with
+    const MetricsPage before = co_await scrape();
+    const double scraped_s = clock_.now_seconds();
     co_await send_all();
     while (open_ > 0) co_await ended_one_.wait();
+    const MetricsPage after = co_await scrape();
+    if (!stopping_) result_.server = compare(before, after, clock_.now_seconds() - scraped_s);
   }
   progress_.cancel();
   if (stop_signal_) stop_signal_->cancel();
@@ -199,6 +205,12 @@ asio::awaitable<absl::StatusOr<int64_t>> LoadRun::probe_prompt(std::string text)
   co_return stream.prompt_tokens();
 }
 
+// Not every server has metrics.
+asio::awaitable<MetricsPage> LoadRun::scrape() {
+  const HttpAnswer answer = co_await http_.exchange("/metrics", "", nullptr);
+  co_return answer.status == 200 && answer.failure.empty() ? parse_metrics(answer.body) : MetricsPage();
+}
+
 asio::awaitable<void> LoadRun::make_ahead() {
   LoadContent content({options_.model, options_.seed, options_.repeat_images, result_.tokens_per_word});
   while (!all_made()) {
@@ -216,7 +228,6 @@ asio::awaitable<void> LoadRun::make_ahead() {
 }
 
 asio::awaitable<void> LoadRun::send_all() {
-  while (!all_made() && !ahead_is_full()) co_await made_one_.wait();  // a lead to begin with
   start_s_ = clock_.now_seconds();
   for (size_t i = 0; i < options_.due_s.size(); ++i) {
     while (options_.concurrency > 0 && open_ >= options_.concurrency && !stopping_) co_await ended_one_.wait();

@@ -11,6 +11,7 @@
 #include "parvl/serve/http_client.h"
 #include "parvl/serve/load_content.h"
 #include "parvl/serve/load_report.h"
+#include "parvl/serve/load_server.h"
 
 namespace parvl {
 
@@ -31,6 +32,7 @@ struct LoadResult {
   double tokens_per_word = 0;       // as measured on the server; 0: no text had to be made
   std::vector<LoadRecord> records;  // of what was due before the end, in that order
   Reservoir itl_ms;
+  ServerFigures server;  // from the server's metrics before and after; none of a test that was interrupted
 };
 
 // Runs the test on the calling thread (and one more that makes requests). Tells on standard error how far it is. An

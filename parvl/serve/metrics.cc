@@ -90,6 +90,10 @@ Metrics::Metrics(const std::string& pool, const std::string& model_name)
   overhead_ = own_histogram("parvl_gateway_overhead_seconds",
                             "What a request spends in the gateway without waiting for its turn, images or engine.",
                             kOverheadBuckets);
+  responses(200);  // so that the name is there from the start
+  healthy_ =
+      &family(prometheus::BuildGauge(), "parvl_healthy", "1 when every pool can serve, as /health says.", *registry_)
+           .Add(own_labels_);
   auto& busy = family(prometheus::BuildCounter(), "parvl_busy_seconds_total",
                       "Time that a module has computed; its rate is the share of time that it is busy.", *registry_);
   backbone_busy_ = &busy.Add(joined(own_labels_, {{"module", "llm_backbone"}}));
@@ -165,11 +169,24 @@ void Metrics::ended(FinishReason reason, const Times& times) {
 
 void Metrics::refused(Refusal reason) { refused_[static_cast<size_t>(reason)]->Increment(); }
 
+void Metrics::responded(int http_status) { responses(http_status).Increment(); }
+
+// A counter of its own for each status that has come.
+prometheus::Counter& Metrics::responses(int http_status) {
+  auto& responses = family(prometheus::BuildCounter(), "parvl_http_responses_total",
+                           "Answers to requests other than probes and /metrics, by HTTP status; left: the client had "
+                           "gone before one.",
+                           *registry_);
+  const std::string status = http_status == 0 ? "left" : std::to_string(http_status);
+  return responses.Add(joined(own_labels_, {{"status", status}}));
+}
+
 void Metrics::waiting(QueueKind kind, size_t count) { queues_[index_of(kind)]->Set(static_cast<double>(count)); }
 
 void Metrics::gateway_overhead(double seconds) { overhead_->Observe(seconds); }
 
-std::string Metrics::text(const EngineStats& stats, int64_t queued) {
+std::string Metrics::text(const EngineStats& stats, int64_t queued, bool healthy) {
+  healthy_->Set(healthy ? 1 : 0);
   set(running_, static_cast<double>(stats.running));
   set(waiting_, static_cast<double>(stats.waiting + queued));
   set(kv_usage_, stats.blocks == 0 ? 0 : static_cast<double>(stats.blocks_used) / static_cast<double>(stats.blocks));

@@ -51,9 +51,11 @@ class Metrics {
   void ended(FinishReason reason, const Times& times);  // kNone: cancelled
   void gateway_overhead(double seconds);                // of a request that was answered
   void refused(Refusal reason);
+  void responded(int http_status);             // 0: the client left before an answer
   void waiting(QueueKind kind, size_t count);  // in the gateway, of the coming text
-  // The Prometheus text format. `stats` counts since the engine's start; `queued` wait outside of it.
-  std::string text(const EngineStats& stats, int64_t queued);
+  // The Prometheus text format. `stats` counts since the engine's start; `queued` wait outside of it; `healthy`: every
+  // pool can serve.
+  std::string text(const EngineStats& stats, int64_t queued, bool healthy = true);
 
  private:
   // The same metric under both names.
@@ -69,6 +71,7 @@ class Metrics {
   Twin<prometheus::Histogram> histogram(const Name& name, const std::vector<double>& buckets);
   Twin<prometheus::Counter> counter(const Name& name);
   Twin<prometheus::Gauge> gauge(const Name& name);
+  prometheus::Counter& responses(int http_status);
   std::map<std::string, std::string> own_labels_, vllm_labels_;
   std::unique_ptr<prometheus::Registry> registry_;
   Twin<prometheus::Histogram> first_token_, inter_token_, e2e_, queue_, prefill_, decode_;
@@ -76,6 +79,7 @@ class Metrics {
   std::array<prometheus::Counter*, kRefusalNames.size()> refused_{};
   std::array<prometheus::Gauge*, kQueueNames.size()> queues_{};
   std::map<FinishReason, Twin<prometheus::Counter>> success_;
+  prometheus::Gauge* healthy_ = nullptr;
   prometheus::Histogram *overlap_ = nullptr, *overhead_ = nullptr;
   prometheus::Counter *backbone_busy_ = nullptr, *encoder_busy_ = nullptr;
   Twin<prometheus::Counter> prompt_tokens_, generation_tokens_;

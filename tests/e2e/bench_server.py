@@ -35,6 +35,14 @@ class AgainstServer(unittest.TestCase):
             self.assertTrue(0 < figures["p50"] <= figures["p90"] <= figures["p95"] <= figures["p99"], report)
         self.assertGreater(report["e2e_ms"]["mean"], report["ttft_ms"]["mean"])
 
+    def test_how_busy_the_server_was(self):
+        report, _ = self.bench("--synthetic", "images=1x64x64,text=20,output=8", "--concurrency", 2, "--requests", 20)
+        server = report["server"]
+        self.assertEqual(set(server["busy"]), {"colocated/llm_backbone", "colocated/vision_encoder"})
+        for share in server["busy"].values():
+            self.assertTrue(0 < share <= 1, server)
+        self.assertTrue(0 < server["gateway_overhead_ms"]["p50"] <= server["gateway_overhead_ms"]["p99"], server)
+
     def test_texts_have_about_the_asked_length(self):
         means = {}
         for tokens in (100, 300):
@@ -49,6 +57,7 @@ class AgainstServer(unittest.TestCase):
         self.assertIn("requests   4 sent, 4 completed, 0 failed", done.stdout)
         self.assertIn("output 12 of 12 asked for", done.stdout)
         self.assertIn("violations 0.0 %", done.stdout)
+        self.assertRegex(done.stdout, r"(?m)^server     busy: colocated/llm_backbone \d+\.\d %, .* p50 \d+\.\d\d ms")
         for row in ("TTFT", "TPOT", "ITL", "e2e"):
             self.assertRegex(done.stdout, rf"(?m)^{row}( +\d+\.\d\d){{5}}$")
 

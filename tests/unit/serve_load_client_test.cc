@@ -60,6 +60,30 @@ TEST_F(LoadClientTest, OpenLoopSendsWhateverBecameOfTheOthers) {
   EXPECT_EQ(report(*result).lateness_ms.count, 100u);
 }
 
+TEST(ServerFigures, BetweenTwoPages) {
+  const MetricsPage before = parse_metrics(
+      "# HELP parvl_busy_seconds_total x\n"
+      "parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"p\"} 10\n"
+      "parvl_gateway_overhead_seconds_bucket{pool=\"p\",le=\"0.001\"} 100\n"
+      "parvl_gateway_overhead_seconds_bucket{pool=\"p\",le=\"0.002\"} 100\n"
+      "parvl_gateway_overhead_seconds_bucket{pool=\"p\",le=\"+Inf\"} 100\n");
+  const MetricsPage after = parse_metrics(
+      "parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"p\"} 13\n"
+      "parvl_busy_seconds_total{module=\"vision_encoder\",pool=\"p\"} 1\n"
+      "parvl_gateway_overhead_seconds_bucket{pool=\"p\",le=\"0.001\"} 120\n"
+      "parvl_gateway_overhead_seconds_bucket{pool=\"p\",le=\"0.002\"} 160\n"
+      "parvl_gateway_overhead_seconds_bucket{pool=\"p\",le=\"+Inf\"} 180\n"
+      "no sample\n");
+  const ServerFigures figures = compare(before, after, 4);
+  EXPECT_THAT(figures.busy,
+              testing::ElementsAre(testing::Pair("p/llm_backbone", 0.75), testing::Pair("p/vision_encoder", 0.25)));
+  EXPECT_DOUBLE_EQ(*figures.overhead_p50_ms, 1.5);  // the 40th of 80: the 20th of 40 in the second bucket
+  EXPECT_DOUBLE_EQ(*figures.overhead_p99_ms, 2);    // beyond the last bound
+  EXPECT_EQ(server_json(compare({}, {}, 4)), nullptr);
+  EXPECT_EQ(server_line({}), "");
+  EXPECT_FALSE(compare(after, after, 4).overhead_p50_ms.has_value());
+}
+
 TEST_F(LoadClientTest, StopsWhenTold) {
   start();
   close_gate();

@@ -143,6 +143,10 @@ TEST_F(ServerTest, MetricsOverHttp) {
   EXPECT_THAT(reply.body, HasSubstr("vllm:request_success_total{finished_reason=\"stop\",model_name=\"tiny\"} 2\n"));
   EXPECT_THAT(reply.body, HasSubstr("vllm:generation_tokens_total{model_name=\"tiny\"} 8\n"));
   EXPECT_THAT(reply.body, HasSubstr("parvl_num_requests_running{pool=\"colocated\"} 5\n"));
+  EXPECT_THAT(reply.body, HasSubstr("parvl_healthy{pool=\"colocated\"} 1\n"));
+  EXPECT_THAT(reply.body, HasSubstr("parvl_http_responses_total{pool=\"colocated\",status=\"200\"} 1\n"));
+  EXPECT_THAT(reply.body, HasSubstr("parvl_http_responses_total{pool=\"colocated\",status=\"400\"} 1\n"));
+  EXPECT_THAT(reply.body, Not(HasSubstr("status=\"401\"")));  // of /metrics itself
   EXPECT_THAT(reply.body, HasSubstr("parvl_num_requests_waiting{pool=\"colocated\"} 0\n"));
   EXPECT_THAT(reply.body, Not(HasSubstr("nan")));
 }
@@ -175,10 +179,14 @@ TEST_F(ServerTest, MetricsAreThereWhileTheModelLoads) {
     wait.wait();
     return std::make_unique<FakeEngine>(script_, folder_.path(), 200);
   });
-  EXPECT_EQ(get("/metrics").status, 200);
+  TestReply reply = get("/metrics");
+  EXPECT_EQ(reply.status, 200);
+  EXPECT_THAT(reply.body, HasSubstr("parvl_healthy{pool=\"colocated\"} 0\n"));
   go.set_value();
   ready_.get_future().wait();
-  EXPECT_EQ(get("/metrics").status, 200);
+  reply = get("/metrics");
+  EXPECT_EQ(reply.status, 200);
+  EXPECT_THAT(reply.body, HasSubstr("parvl_healthy{pool=\"colocated\"} 1\n"));
 }
 
 }  // namespace
