@@ -139,6 +139,7 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   std::set_terminate(parvl::on_terminate);
+  parvl::say_when_interrupted();
   parvl::ignore_broken_pipes();
   parvl::tune_memory();
   try {

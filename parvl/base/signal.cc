@@ -27,6 +27,16 @@ void on_signal(int number) {
   errno = saved_errno;
 }
 
+// With the signal's own end afterwards, so that a shell knows that it was this.
+void say_and_end(int number) {
+  constexpr char kInterrupted[] = "parvl: interrupted\n", kTerminated[] = "parvl: terminated by SIGTERM\n";
+  [[maybe_unused]] const ssize_t written = number == SIGINT
+                                               ? ::write(STDERR_FILENO, kInterrupted, sizeof kInterrupted - 1)
+                                               : ::write(STDERR_FILENO, kTerminated, sizeof kTerminated - 1);
+  ::signal(number, SIG_DFL);
+  ::raise(number);  // once this handler is left
+}
+
 }  // namespace
 
 StopSignal::StopSignal() {
@@ -51,6 +61,18 @@ StopSignal::~StopSignal() {
 bool StopSignal::requested() const { return g_signal != 0; }
 int StopSignal::signal() const { return g_signal; }
 int StopSignal::descriptor() const { return g_pipe[0]; }
+
+void say_when_interrupted() {
+  sigset_t held;
+  sigemptyset(&held);
+  for (const int number : {SIGINT, SIGTERM}) {
+    struct sigaction action;
+    ::sigaction(number, nullptr, &action);
+    if (action.sa_handler == SIG_DFL) ::signal(number, say_and_end);
+    sigaddset(&held, number);
+  }
+  ::sigprocmask(SIG_UNBLOCK, &held, nullptr);
+}
 
 void ignore_broken_pipes() { ::signal(SIGPIPE, SIG_IGN); }
 

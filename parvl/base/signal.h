@@ -19,6 +19,10 @@ class StopSignal {
   int descriptor() const;
 };
 
+// Until a StopSignal takes over, SIGINT and SIGTERM end the process with one sentence on standard error; those that
+// were held back come through now. One that the process was started to ignore stays ignored. For main().
+void say_when_interrupted();
+
 // Writing to a closed pipe or socket becomes an error instead of ending the process.
 void ignore_broken_pipes();
 

@@ -10,6 +10,11 @@ std::optional<EncoderCache::Entry> EncoderCache::find(const MediaKey& key) const
   return Entry{found->second->slot, found->second->ready};
 }
 
+bool EncoderCache::pending(SlotId slot) const {
+  const auto found = by_slot_.find(slot);
+  return found != by_slot_.end() && !found->second->ready;
+}
+
 bool EncoderCache::reserve(const MediaKey& key, int64_t bytes, std::vector<SlotId>& evicted) {
   PARVL_CHECK(!by_key_.contains(key), "an encoder output was reserved twice");
   int64_t gain = 0;

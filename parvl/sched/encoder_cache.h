@@ -25,6 +25,8 @@ class EncoderCache {
   };
   std::optional<Entry> find(const MediaKey& key) const;
 
+  bool pending(SlotId slot) const;
+
   int64_t capacity_bytes() const { return capacity_; }
   int64_t used_bytes() const { return used_; }
 

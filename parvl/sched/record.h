@@ -11,6 +11,8 @@
 
 namespace parvl {
 
+inline constexpr int kRecordFormat = 1;
+
 class RecordedScheduler {
  public:
   using Write = std::function<void(std::string_view line)>;  // a line with its line break
@@ -38,7 +40,8 @@ struct ReplayReport {
   int64_t differing_line = 0;      // the first line whose decision differs, counted from 1; 0: none
   std::string recorded, replayed;  // that decision, both ways
 };
-// Feeds a record's events to a new scheduler. InvalidArgument naming the line for a text that is no record.
+// Feeds a record's events to a new scheduler. InvalidArgument naming the line for a text that is no record, or whose
+// events no engine could have told.
 absl::StatusOr<ReplayReport> replay(std::string_view record);
 
 }  // namespace parvl

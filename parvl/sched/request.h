@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "parvl/base/ids.h"
+#include "parvl/base/status.h"
 
 namespace parvl {
 
@@ -42,5 +43,8 @@ struct SchedRequest {
   std::vector<MediaItem> media;  // in order of position, not overlapping
   std::string cache_salt;        // requests of different salts share no prefix
 };
+
+// OK, or one sentence: no tokens, a negative count, or items out of order, over one another or beyond the prompt.
+absl::Status validate(const SchedRequest& request);
 
 }  // namespace parvl

@@ -8,6 +8,9 @@
 namespace parvl {
 namespace {
 
+constexpr int64_t kMaxBlocks = int64_t{1} << 24, kMaxBlockSize = int64_t{1} << 16;
+constexpr int64_t kMaxEncoderBytes = int64_t{1} << 50;
+
 void insert_in_order(std::vector<Sequence*>& line, Sequence& sequence) {
   const auto before = [](const Sequence* a, const Sequence* b) { return goes_before(*a, *b); };
   line.insert(std::upper_bound(line.begin(), line.end(), &sequence, before), &sequence);
@@ -24,6 +27,15 @@ absl::Status validate(const SchedulerConfig& c) {
   PARVL_RETURN_IF_ERROR(positive("--max-model-len", c.max_model_len));
   PARVL_RETURN_IF_ERROR(positive("--max-num-seqs", c.max_seqs));
   PARVL_RETURN_IF_ERROR(positive("--max-num-batched-tokens", c.max_batched_tokens));
+  if (c.num_blocks > kMaxBlocks || c.block_size > kMaxBlockSize) {
+    return invalid(c.num_blocks, " KV blocks of ", c.block_size, " tokens are more than ", kMaxBlocks, " of ",
+                   kMaxBlockSize, "; give the KV memory fewer bytes");
+  }
+  if (*std::min_element(c.encode_budget.begin(), c.encode_budget.end()) < 0 || c.encoder_cache_bytes < 0 ||
+      c.encoder_cache_bytes > kMaxEncoderBytes) {
+    return invalid("an encoding budget, or --encoder-cache-bytes ", c.encoder_cache_bytes,
+                   ", is negative or beyond all memory");
+  }
   if (c.max_batched_tokens < c.max_seqs) {
     return invalid("--max-num-batched-tokens ", c.max_batched_tokens, " is less than --max-num-seqs ", c.max_seqs,
                    ", so not every running sequence could go on");
@@ -31,6 +43,21 @@ absl::Status validate(const SchedulerConfig& c) {
   if (c.num_blocks * c.block_size < c.max_model_len) {
     return invalid("the KV memory holds ", c.num_blocks * c.block_size, " tokens, fewer than --max-model-len ",
                    c.max_model_len, "; give it more memory, or lower --max-model-len");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status validate(const SchedRequest& request) {
+  const int64_t tokens = static_cast<int64_t>(request.prompt.size());
+  if (tokens == 0) return invalid("the request has no tokens");
+  int64_t end = 0;
+  for (size_t i = 0; i < request.media.size(); ++i) {
+    const MediaItem& item = request.media[i];
+    if (item.begin < end || item.length < 1 || item.begin > tokens || item.length > tokens - item.begin) {
+      return invalid("the tokens of media item ", i + 1, " are not in the prompt behind those of the item before it");
+    }
+    if (item.cost < 0 || item.bytes < 0) return invalid("media item ", i + 1, " has a negative cost or size");
+    end = item.end();
   }
   return absl::OkStatus();
 }
@@ -241,19 +268,35 @@ void Scheduler::preempt(Sequence& sequence, SchedulerOutput& output) {
   ++counts_.preemptions;
 }
 
+absl::Status Scheduler::check_step(StepId step) const {
+  if (in_flight_ && step == last_step_) return absl::OkStatus();
+  return invalid("step ", step.value, " is not in flight");
+}
+
+absl::Status Scheduler::check_tokens(const StepTokens& tokens) const {
+  PARVL_RETURN_IF_ERROR(check_step(tokens.step));
+  size_t wanted = 0;
+  for (const Sequence* sequence : in_step_) {
+    if (!sequence->samples) continue;
+    ++wanted;
+    if (sequence->length() == config_.max_model_len) return invalid("a sequence outgrew the model");
+  }
+  if (wanted == tokens.tokens.size()) return absl::OkStatus();
+  return invalid("step ", tokens.step.value, " gave ", tokens.tokens.size(), " tokens for ", wanted, " sequences");
+}
+
 void Scheduler::commit(const StepTokens& tokens) {
-  PARVL_CHECK(in_flight_ && tokens.step == last_step_, "results of a step that is not in flight");
+  if (const absl::Status status = check_tokens(tokens); !status.ok()) {
+    PARVL_CHECK(false, std::string(status.message()).c_str());
+  }
   in_flight_ = false;
   size_t next = 0;
   for (Sequence* sequence : std::exchange(in_step_, {})) {
     const bool samples = sequence->samples;
-    PARVL_CHECK(!samples || next < tokens.tokens.size(), "a step gave too few tokens");
     advance(*sequence);
     if (samples) sequence->tokens.push_back(tokens.tokens[next++]);
-    PARVL_CHECK(sequence->length() <= config_.max_model_len, "a sequence outgrew the model");
     if (sequence->ended) erase(*sequence);
   }
-  PARVL_CHECK(next == tokens.tokens.size(), "a step gave too many tokens");
 }
 
 void Scheduler::advance(Sequence& sequence) {
@@ -263,7 +306,7 @@ void Scheduler::advance(Sequence& sequence) {
 }
 
 std::vector<RequestId> Scheduler::commit_failed(StepId step) {
-  PARVL_CHECK(in_flight_ && step == last_step_, "the failure of a step that is not in flight");
+  PARVL_CHECK(check_step(step).ok(), "the failure of a step that is not in flight");
   in_flight_ = false;
   std::vector<RequestId> ids;
   for (Sequence* sequence : std::exchange(in_step_, {})) {

@@ -69,6 +69,13 @@ class Scheduler {
   // An encoding came to its end. When it failed, the requests that need it end; gives their ids.
   std::vector<RequestId> commit_encode(SlotId slot, bool ok);
 
+  // What the calls above take for granted of their caller; who tells it what a file says asks first.
+  bool knows(RequestId id) const { return by_id_.contains(id); }
+  bool in_flight() const { return in_flight_; }
+  bool encodes(SlotId slot) const { return encoder_cache_.pending(slot); }
+  absl::Status check_step(StepId step) const;                 // that it is the one in flight
+  absl::Status check_tokens(const StepTokens& tokens) const;  // that, and its tokens are as many as they should be
+
   bool idle() const { return by_id_.empty(); }
   SchedulerStats stats() const;
   const SchedulerConfig& config() const { return config_; }

@@ -1,5 +1,6 @@
 """The program's frame: help, version, exit codes, and the root cause as the last line on standard error."""
 import os
+import signal
 import subprocess
 import unittest
 
@@ -46,6 +47,29 @@ class CommandLine(unittest.TestCase):
         self.assertIn("unknown command 'docter'; did you mean doctor?", self.refused(parvl("docter")))
         self.assertIn("unexpected argument '--versoin'; did you mean --version?", self.refused(parvl("--versoin")))
         self.assertIn("unknown command 'x?y'", self.refused(parvl("x\ny")))
+
+    def signalled(self, number, **kwargs):
+        """The exit status and the errors of a command that gets a signal before its main begins."""
+        with subprocess.Popen([PARVL, "eval", "--model", "no-such-folder", "--data", "easy-vqa:test"], stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, **kwargs) as process:
+            while not self.signals(process, "SigBlk") >> (number - 1) & 1:
+                self.assertIsNone(process.poll())
+            process.send_signal(number)
+            errors = process.stderr.read().splitlines()
+            return process.wait(60), errors
+
+    def test_signals_while_the_program_starts(self):
+        self.assertEqual(self.signalled(signal.SIGINT), (-signal.SIGINT, ["parvl: interrupted"]))
+        self.assertEqual(self.signalled(signal.SIGTERM), (-signal.SIGTERM, ["parvl: terminated by SIGTERM"]))
+        code, errors = self.signalled(signal.SIGINT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        self.assertEqual(code, 2)  # as without it: who starts a program may have it ignore a signal
+        self.assertNotIn("parvl: interrupted", errors)
+
+    @staticmethod
+    def signals(process, field):
+        """A mask of a process's signals: the n-th bit from the right is signal n."""
+        with open(f"/proc/{process.pid}/status") as status:
+            return int(next(line.split()[1] for line in status if line.startswith(field + ":")), 16)
 
     def test_empty_names(self):
         for command in (("generate", "--prompt", "x", "--model", ""), ("serve", "--model", ""), ("eval", "--data", "x", "--model", ""),

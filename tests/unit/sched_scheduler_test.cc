@@ -1,5 +1,6 @@
 // The scheduler under random loads against a pretended executor, and its rules one by one.
 #include <absl/strings/match.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -332,6 +333,34 @@ TEST(Replay, NamesTheDecisionThatDiffersAndTheLineThatMakesNoSense) {
   EXPECT_EQ(replay("").status().message(), "the record is empty");
   EXPECT_TRUE(absl::StartsWith(replay(record + "{\"event\":\"dance\"}\n").status().message(), "line 5: "));
   EXPECT_TRUE(absl::StartsWith(replay("{}\n").status().message(), "line 1: "));
+}
+
+TEST(Replay, RefusesWhatNoEngineCouldHaveTold) {
+  std::string record;  // a step of one request is in flight
+  RecordedScheduler scheduler(small_config(), [&](std::string_view line) { record += line; });
+  ASSERT_TRUE(scheduler.add(make_request(1, 5), 0).ok());
+  scheduler.schedule(0);
+  const std::string add = R"({"event":"add","now":0,"priority":0,"salt":[],)";
+  const std::string item = R"({"key":")" + std::string(64, 'a') + R"(","modality":0,"cost":1,"bytes":1,)";
+  const std::pair<std::string, std::string> lines[] = {
+      {"7", "an object was expected, found 7"},
+      {R"({"event":"schedule"})", "a step was scheduled while another is in flight"},
+      {R"({"event":"commit","step":9,"tokens":[1]})", "step 9 is not in flight"},
+      {R"({"event":"commit","step":1,"tokens":[]})", "step 1 gave 0 tokens for 1 sequences"},
+      {R"({"event":"commit","step":1,"tokens":[1,2]})", "step 1 gave 2 tokens for 1 sequences"},
+      {R"({"event":"commit","step":1,"tokens":[1.5]})", "'tokens' must hold whole numbers, found 1.5"},
+      {R"({"event":"commit_failed","step":2})", "step 2 is not in flight"},
+      {R"({"event":"commit_encode","slot":4,"ok":true})", "nothing is being encoded into slot 4"},
+      {add + R"("id":1,"prompt":[1],"media":[]})", "the request 1 is there already"},
+      {add + R"("id":2,"prompt":[],"media":[]})", "the request has no tokens"},
+      {add + R"("id":2,"prompt":[-1],"media":[]})", "'prompt' must be between 0 and 2147483647, found -1"},
+      {add + R"("id":2,"prompt":[1,1],"media":[)" + item + R"("begin":1,"length":9223372036854775807}]})",
+       "the tokens of media item 1 are not in the prompt behind those of the item before it"},
+      {add + R"("id":2,"prompt":[1,1],"media":[{"key":"zz"}]})", "'modality' is missing"}};
+  for (const auto& [line, why] : lines) EXPECT_EQ(replay(record + line + "\n").status().message(), "line 5: " + why);
+  std::string huge = record;
+  huge.replace(huge.find("\"num_blocks\":"), 13, "\"num_blocks\":99999999999");
+  EXPECT_THAT(std::string(replay(huge).status().message()), testing::HasSubstr("give the KV memory fewer bytes"));
 }
 
 }  // namespace
