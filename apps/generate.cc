@@ -9,10 +9,13 @@
 
 #include "apps/commands.h"
 #include "apps/media_files.h"
+#include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/base/text.h"
 #include "parvl/exec/generator.h"
 #include "parvl/exec/sampler.h"
+#include "parvl/media/grammar.h"
+#include "parvl/media/json_schema.h"
 #include "parvl/media/unicode.h"
 
 namespace parvl {
@@ -22,7 +25,7 @@ constexpr int64_t kJsonTopLogprobs = 5;     // without --top-logprobs
 constexpr float kLowestLogprob = -9999.0f;  // JSON has no infinity
 
 struct GenerateFlags {
-  std::string model, prompt;
+  std::string model, prompt, json_schema;
   std::vector<std::string> images, audio, video;
   GeneratorOptions generator;
   std::optional<double> temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty;
@@ -88,6 +91,17 @@ absl::StatusOr<Prompt> read_prompt(const GenerateFlags& flags, const PromptBuild
   return prompts.build({message}, std::move(images), {});
 }
 
+// What --json-schema asks for; null without it.
+absl::StatusOr<std::shared_ptr<const Grammar>> read_grammar(const std::string& path, GrammarCompiler& compiler) {
+  if (path.empty()) return nullptr;
+  PARVL_ASSIGN_OR_RETURN(const std::string text, read_file(path, SchemaLimits::kMaxBytes));
+  PARVL_ASSIGN_OR_RETURN(const OrderedJson json, parse_ordered_json(text, path));
+  PARVL_ASSIGN_OR_RETURN(const OrderedJson schema, supported_schema(json, path));
+  auto grammar = compiler.compile(grammar_source(json_format(schema)));
+  if (!grammar.ok()) return with_context(grammar.status(), path);
+  return grammar;
+}
+
 Json logprobs_json(const std::vector<TokenLogprob>& logprobs) {
   Json list = Json::array();
   for (const TokenLogprob& entry : logprobs) {
@@ -128,12 +142,13 @@ absl::Status run_generate(const GenerateFlags& flags) {
   PARVL_ASSIGN_OR_RETURN(auto generator, Generator::load(flags.model, flags.generator));
   PARVL_ASSIGN_OR_RETURN(const SamplingParams sampling, read_sampling(flags, *generator));
   PARVL_ASSIGN_OR_RETURN(const Prompt prompt, read_prompt(flags, generator->prompts()));
+  PARVL_ASSIGN_OR_RETURN(const auto grammar, read_grammar(flags.json_schema, generator->grammars()));
   const auto show = [&flags](const TokenEvent& event) {
     if (flags.json) return true;
     std::fwrite(event.text.data(), 1, event.text.size(), stdout);
     return std::fflush(stdout) == 0;  // a reader that has left needs no more tokens
   };
-  PARVL_ASSIGN_OR_RETURN(const GenerateResult result, generator->generate(prompt, sampling, show));
+  PARVL_ASSIGN_OR_RETURN(const GenerateResult result, generator->generate(prompt, sampling, show, grammar));
   if (result.finish == FinishReason::kNone) return failed("cannot write to standard output");
   if (flags.json) {
     print_json(result);
@@ -180,6 +195,7 @@ void add_generate_command(CLI::App& app, Context& context) {
   command->add_option("--audio", flags->audio, "Not available yet")->allow_extra_args(false);
   command->add_option("--video", flags->video, "Not available yet")->allow_extra_args(false);
   add_sampling_options(*command, *flags);
+  command->add_option("--json-schema", flags->json_schema, "A file with a JSON schema that the answer must follow");
   command->add_flag("--raw", flags->raw, "The prompt as it is, without the chat template");
   command->add_option("--device", flags->generator.load.device, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));

@@ -55,6 +55,12 @@ if [ ! -e "$deps/jinja/.ready" ]; then
     vendor/llama.cpp/common/jinja/ vendor/llama.cpp/common/unicode vendor/llama.cpp/common/json. vendor/llama.cpp/LICENSE
   touch "$deps/jinja/.ready"
 fi
+if [ ! -e "$deps/xgrammar/.ready" ]; then
+  quietly "download xgrammar 0.2.9" python3 tools/fetch_sdist.py xgrammar==0.2.9 \
+    87b466bca2475e29bb0323abc62c6c33cbcbcff47e5fb800a3e2099ac9620b90 "$deps/xgrammar" \
+    cpp/ include/xgrammar/ 3rdparty/picojson/picojson.h 3rdparty/dlpack/include/ 3rdparty/dlpack/LICENSE LICENSE NOTICE
+  touch "$deps/xgrammar/.ready"
+fi
 # promtool alone, out of Debian's package of Prometheus: installed, that would run a server on this machine.
 fetch_promtool() {
   local work

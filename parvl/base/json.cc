@@ -1,9 +1,11 @@
 #include "parvl/base/json.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "parvl/base/file.h"
+#include "parvl/base/ordered_json.h"
 
 namespace parvl {
 namespace {
@@ -33,13 +35,18 @@ bool deeper_than(std::string_view text, int max_depth) {
 
 }  // namespace
 
-absl::StatusOr<Json> parse_json(std::string_view text, const std::string& name, const JsonLimits& limits) {
+namespace {
+
+// `Value`: Json or OrderedJson.
+template <typename Value, typename Parse>
+absl::StatusOr<Value> parse_within(std::string_view text, const std::string& name, const JsonLimits& limits,
+                                   const Parse& parse) {
   if (text.size() > limits.max_bytes) {
     return invalid(name, ": JSON of ", text.size(), " bytes is over the limit of ", limits.max_bytes);
   }
   if (deeper_than(text, limits.max_depth)) return invalid(name, ": JSON nested deeper than ", limits.max_depth);
   try {
-    return Json::parse(text);
+    return parse();
   } catch (const Json::exception& e) {
     std::string message = e.what();  // "[json.exception.parse_error.101] parse error at line 1, column 5: ..."
     const size_t bracket = message.find("] ");
@@ -57,6 +64,21 @@ absl::StatusOr<Json> parse_json(std::string_view text, const std::string& name, 
     }
     return invalid(name, ": not valid JSON: ", message);
   }
+}
+
+}  // namespace
+
+absl::StatusOr<Json> parse_json(std::string_view text, const std::string& name, const JsonLimits& limits) {
+  return parse_within<Json>(text, name, limits, [&] { return Json::parse(text); });
+}
+
+absl::StatusOr<OrderedJson> parse_ordered_json(std::string_view text, const std::string& name,
+                                               const std::vector<std::string>& keys, const JsonLimits& limits) {
+  const auto wanted = [&keys](int depth, OrderedJson::parse_event_t event, const OrderedJson& value) {
+    if (event != OrderedJson::parse_event_t::key || depth != 1 || keys.empty()) return true;
+    return std::find(keys.begin(), keys.end(), value.get_ref<const std::string&>()) != keys.end();
+  };
+  return parse_within<OrderedJson>(text, name, limits, [&] { return OrderedJson::parse(text, wanted); });
 }
 
 absl::StatusOr<Json> read_json_file(const std::string& path, const JsonLimits& limits) {

@@ -40,6 +40,7 @@ struct EngineLoop::Live {
 
 EngineLoop::EngineLoop(EngineConfig config, std::unique_ptr<ModelExecutor> executor, const Clock& clock)
     : config_(std::move(config)),
+      grammars_(config_.prompts->tokenizer(), config_.end_tokens, config_.grammar_limits),
       executor_(std::move(executor)),
       clock_(clock),
       scheduler_(config_.scheduler, config_.record),
@@ -160,7 +161,7 @@ void EngineLoop::add(RequestId id, EngineRequest request) {
   const int64_t tokens = static_cast<int64_t>(request.prompt->ids.size());
   const int64_t room = config_.scheduler.max_model_len - tokens;
   sampling.max_tokens = sampling.max_tokens < 0 ? room : std::min(sampling.max_tokens, room);
-  executor_->begin(id, request.prompt, sampling);
+  executor_->begin(id, request.prompt, sampling, request.grammar);
   TextStream stream(sampling, config_.end_tokens);
   auto live = std::make_unique<Live>(Live{std::move(request), std::move(stream), {}, now});
   live->result.prompt_tokens = tokens;
@@ -285,7 +286,8 @@ void EngineLoop::deliver(RequestId id, const SampledToken& token) {
     result.tpot_ms = (now - live.first_token) * 1e3 / static_cast<double>(result.token_ids.size());
   }
   const Tokenizer& tokenizer = prompts().tokenizer();
-  TextStream::Delta delta = live.stream.push(token.id, tokenizer.token_bytes(token.id), tokenizer.is_special(token.id));
+  TextStream::Delta delta =
+      live.stream.push(token.id, tokenizer.token_bytes(token.id), tokenizer.is_special(token.id), token.last);
   TokenEvent event{token.id, std::move(delta.text), token.logprob, delta.finish};
   result.token_ids.push_back(event.token_id);
   result.text += event.text;

@@ -17,6 +17,7 @@
 #include "parvl/base/status.h"
 #include "parvl/exec/engine_trace.h"
 #include "parvl/exec/generation.h"
+#include "parvl/media/grammar.h"
 #include "parvl/media/prompt.h"
 #include "parvl/sched/executor.h"
 #include "parvl/sched/record.h"
@@ -26,7 +27,9 @@ namespace parvl {
 // An executor that computes with prompts: requests are made known to it before they appear in a step.
 class ModelExecutor : public Executor {
  public:
-  virtual void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling) = 0;
+  // `grammar`: what the answer must follow, or null.
+  virtual void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling,
+                     std::shared_ptr<const Grammar> grammar) = 0;
   // Forgets the request; a step in flight may still hold it.
   virtual void end(RequestId id) = 0;
   // Called from any thread whenever poll has something new. Set once, before the first submit.
@@ -36,9 +39,10 @@ class ModelExecutor : public Executor {
 struct EngineRequest {
   std::shared_ptr<const Prompt> prompt;
   SamplingParams sampling;
-  int priority = 0;        // a lower number goes first
-  std::string cache_salt;  // requests of different salts share no prefix
-  TrackId track;           // where EngineConfig::timeline shows it
+  std::shared_ptr<const Grammar> grammar;  // of Engine::grammars(); null: any text
+  int priority = 0;                        // a lower number goes first
+  std::string cache_salt;                  // requests of different salts share no prefix
+  TrackId track;                           // where EngineConfig::timeline shows it
   // Both on the engine's thread; they must not block. `on_end` comes exactly once and last, also for a cancelled
   // request (finish kNone) and when the engine stops.
   std::function<void(const TokenEvent&)> on_token;
@@ -63,6 +67,8 @@ class Engine {
   // Defaults of generation_config.json over OpenAI's; the caller overwrites what the request names.
   virtual SamplingParams default_sampling() const = 0;
   virtual std::string device_name() const = 0;
+  // Of the model's tokenizer. Any thread.
+  virtual GrammarCompiler& grammars() = 0;
 
   // Any thread. What can never run ends with InvalidArgument.
   virtual RequestId submit(EngineRequest request) = 0;
@@ -77,6 +83,7 @@ struct EngineConfig {
   std::shared_ptr<const PromptBuilder> prompts;
   SamplingParams default_sampling;
   std::vector<TokenId> end_tokens;
+  GrammarLimits grammar_limits;
   std::string device_name;
   int64_t encoder_bytes_a_token = 0;   // of a media token's encoder output
   RecordedScheduler::Write record;     // null: nothing is recorded
@@ -96,6 +103,7 @@ class EngineLoop : public Engine {
   int64_t kv_tokens() const override { return config_.scheduler.num_blocks * config_.scheduler.block_size; }
   SamplingParams default_sampling() const override { return config_.default_sampling; }
   std::string device_name() const override { return config_.device_name; }
+  GrammarCompiler& grammars() override { return grammars_; }
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
   EngineStats stats() const override;
@@ -123,6 +131,7 @@ class EngineLoop : public Engine {
   SchedRequest describe(RequestId id, const EngineRequest& request) const;
 
   EngineConfig config_;
+  GrammarCompiler grammars_;
   std::unique_ptr<ModelExecutor> executor_;
   const Clock& clock_;
   RecordedScheduler scheduler_;

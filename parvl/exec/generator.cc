@@ -1,6 +1,7 @@
 #include "parvl/exec/generator.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/load.h"
@@ -15,15 +16,18 @@ namespace {
 
 class TorchGenerator : public Generator {
  public:
-  TorchGenerator(LoadedFiles files, const Clock* clock) : files_(std::move(files)), clock_(clock) {}
+  TorchGenerator(LoadedFiles files, const Clock* clock)
+      : files_(std::move(files)), clock_(clock), grammars_(files_.prompts->tokenizer(), files_.end_tokens) {}
 
   const PromptBuilder& prompts() const override { return *files_.prompts; }
   int64_t max_model_len() const override { return files_.max_model_len; }
   SamplingParams default_sampling() const override { return files_.sampling; }
   std::string device_name() const override { return device_text(files_.device); }
+  GrammarCompiler& grammars() override { return grammars_; }
 
   absl::StatusOr<GenerateResult> generate(const Prompt& prompt, const SamplingParams& sampling,
-                                          const std::function<bool(const TokenEvent&)>& on_token) override {
+                                          const std::function<bool(const TokenEvent&)>& on_token,
+                                          std::shared_ptr<const Grammar> grammar) override {
     PARVL_RETURN_IF_ERROR(validate_sampling(sampling, model().spec().backbone.vocab));
     if (prompt.ids.empty()) return invalid("the prompt is empty");
     if (static_cast<int64_t>(prompt.ids.size()) >= files_.max_model_len) {
@@ -35,15 +39,19 @@ class TorchGenerator : public Generator {
         return invalid("the prompt holds the token id ", id, ", outside the vocabulary");
     }
     GenerateResult result;
-    const absl::Status status =
-        catch_exceptions("generation failed", [&] { return run(prompt, sampling, on_token, result); });
+    const absl::Status status = catch_exceptions("generation failed", [&] {
+      std::optional<GrammarMatcher> matcher;
+      if (grammar != nullptr) matcher.emplace(std::move(grammar));
+      return run(prompt, sampling, on_token, matcher, result);
+    });
     if (!status.ok()) return status;
     return result;
   }
 
  private:
   absl::Status run(const Prompt& prompt, SamplingParams sampling,
-                   const std::function<bool(const TokenEvent&)>& on_token, GenerateResult& result) {
+                   const std::function<bool(const TokenEvent&)>& on_token, std::optional<GrammarMatcher>& grammar,
+                   GenerateResult& result) {
     at::NoGradGuard no_grad;
     const double start = now();
     const int64_t prompt_tokens = static_cast<int64_t>(prompt.ids.size()), room = files_.max_model_len - prompt_tokens;
@@ -56,17 +64,21 @@ class TorchGenerator : public Generator {
     int64_t next_position = 0;
     at::Tensor logits = prefill(prompt, attention, next_position, start, result);
     double first = 0;
+    std::vector<uint32_t> mask;
     while (result.finish == FinishReason::kNone) {
       const at::Tensor row = logits.to(at::kCPU, at::kFloat).contiguous();
-      PARVL_ASSIGN_OR_RETURN(Sampler::Choice choice, sampler.choose(absl::MakeConstSpan(
-                                                         row.data_ptr<float>(), static_cast<size_t>(row.numel()))));
+      if (grammar.has_value()) PARVL_RETURN_IF_ERROR(grammar->fill(mask));
+      PARVL_ASSIGN_OR_RETURN(Sampler::Choice choice,
+                             sampler.choose({row.data_ptr<float>(), static_cast<size_t>(row.numel())}, mask));
       sampler.accept(choice.token_id);
+      if (grammar.has_value()) PARVL_RETURN_IF_ERROR(grammar->accept(choice.token_id));
       TokenEvent event;
       event.token_id = choice.token_id;
       if (sampling.logprobs) event.logprob = choice.logprob;
       const Tokenizer& tokenizer = files_.prompts->tokenizer();
       TextStream::Delta delta =
-          stream.push(choice.token_id, tokenizer.token_bytes(choice.token_id), tokenizer.is_special(choice.token_id));
+          stream.push(choice.token_id, tokenizer.token_bytes(choice.token_id), tokenizer.is_special(choice.token_id),
+                      grammar.has_value() && grammar->ended());
       event.text = delta.text;
       event.finish = delta.finish;
       const double time = now();
@@ -127,6 +139,7 @@ class TorchGenerator : public Generator {
 
   LoadedFiles files_;
   const Clock* clock_;
+  GrammarCompiler grammars_;
 };
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "parvl/base/status.h"
 #include "parvl/exec/generation.h"
 #include "parvl/exec/load_options.h"
+#include "parvl/media/grammar.h"
 #include "parvl/media/prompt.h"
 
 namespace parvl {
@@ -32,11 +33,13 @@ class Generator {
   // Defaults of generation_config.json over OpenAI's; the caller overwrites what the request names.
   virtual SamplingParams default_sampling() const = 0;
   virtual std::string device_name() const = 0;
+  virtual GrammarCompiler& grammars() = 0;  // of the model's tokenizer
 
   // Calls `on_token` for each token in order; false from it cancels (finish kNone, OK). The prompt must leave room for
-  // one token, else InvalidArgument naming the limit.
+  // one token, else InvalidArgument naming the limit. `grammar`: what the answer must follow; null: any text.
   virtual absl::StatusOr<GenerateResult> generate(const Prompt& prompt, const SamplingParams& sampling,
-                                                  const std::function<bool(const TokenEvent&)>& on_token) = 0;
+                                                  const std::function<bool(const TokenEvent&)>& on_token,
+                                                  std::shared_ptr<const Grammar> grammar = nullptr) = 0;
 };
 
 }  // namespace parvl

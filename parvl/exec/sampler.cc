@@ -37,7 +37,9 @@ absl::StatusOr<Peak> find_peak(absl::Span<const float> logits) {
 absl::StatusOr<Peak> find_edited_peak(absl::Span<const float> logits) {
   const absl::StatusOr<Peak> peak = find_peak(logits);
   if (peak.ok()) return peak;
-  return invalid("no token may be chosen: min_tokens, logit_bias or a penalty of the request leaves no usable logit");
+  return invalid(
+      "no token may be chosen: min_tokens, logit_bias, a penalty or response_format of the request leaves no ",
+      "usable logit");
 }
 
 bool likelier(const Sampler::Candidate& a, const Sampler::Candidate& b) {
@@ -90,11 +92,21 @@ bool Sampler::edits_logits() const {
   return below_min_tokens() || !params_.logit_bias.empty() || !seen_.empty() || !output_counts_.empty();
 }
 
-absl::Span<const float> Sampler::edited(absl::Span<const float> logits) {
-  if (!edits_logits()) return logits;
+// Whether all that the mask leaves is banned while fewer than min_tokens tokens are out.
+bool Sampler::only_banned(absl::Span<const uint32_t> mask) const {
+  std::vector<uint32_t> left(mask.begin(), mask.end());
+  for (const TokenId id : banned_) {
+    const size_t word = static_cast<size_t>(id) / 32;
+    if (id >= 0 && word < left.size()) left[word] &= ~(uint32_t{1} << (id % 32));
+  }
+  return std::all_of(left.begin(), left.end(), [](uint32_t word) { return word == 0; });
+}
+
+absl::Span<const float> Sampler::edited(absl::Span<const float> logits, absl::Span<const uint32_t> mask) {
+  if (!edits_logits() && mask.empty()) return logits;
   edited_.assign(logits.begin(), logits.end());
   const auto in_range = [&](TokenId id) { return id >= 0 && static_cast<size_t>(id) < edited_.size(); };
-  if (below_min_tokens()) {
+  if (below_min_tokens() && (mask.empty() || !only_banned(mask))) {
     for (TokenId id : banned_) {
       if (in_range(id)) edited_[id] = kNegativeInfinity;
     }
@@ -110,6 +122,10 @@ absl::Span<const float> Sampler::edited(absl::Span<const float> logits) {
     if (!in_range(id)) continue;
     edited_[id] -= static_cast<float>(params_.frequency_penalty) * static_cast<float>(count);
     edited_[id] -= static_cast<float>(params_.presence_penalty);
+  }
+  if (mask.empty()) return edited_;
+  for (size_t id = 0; id < edited_.size(); ++id) {
+    if (id / 32 >= mask.size() || (mask[id / 32] >> (id % 32) & 1) == 0) edited_[id] = kNegativeInfinity;
   }
   return edited_;
 }
@@ -161,26 +177,27 @@ void Sampler::keep_top_p() {
   candidates_.resize(low + 1);
 }
 
-absl::StatusOr<absl::Span<const Sampler::Candidate>> Sampler::candidates(absl::Span<const float> raw) {
+absl::StatusOr<absl::Span<const Sampler::Candidate>> Sampler::candidates(absl::Span<const float> raw,
+                                                                         absl::Span<const uint32_t> mask) {
   PARVL_CHECK(params_.temperature > 0, "a draw needs a temperature");
   PARVL_RETURN_IF_ERROR(find_peak(raw).status());
-  const absl::Span<const float> logits = edited(raw);
+  const absl::Span<const float> logits = edited(raw, mask);
   PARVL_ASSIGN_OR_RETURN(const Peak peak, find_edited_peak(logits));
   gather(logits, peak.logit);
   if (params_.top_p < 1.0) keep_top_p();
   return absl::Span<const Candidate>(candidates_);
 }
 
-absl::StatusOr<Sampler::Choice> Sampler::choose(absl::Span<const float> logits) {
+absl::StatusOr<Sampler::Choice> Sampler::choose(absl::Span<const float> logits, absl::Span<const uint32_t> mask) {
   Choice choice;
   if (params_.temperature == 0) {
     PARVL_ASSIGN_OR_RETURN(Peak peak, find_peak(logits));
-    if (edits_logits()) {
-      PARVL_ASSIGN_OR_RETURN(peak, find_edited_peak(edited(logits)));
+    if (edits_logits() || !mask.empty()) {
+      PARVL_ASSIGN_OR_RETURN(peak, find_edited_peak(edited(logits, mask)));
     }
     choice.token_id = peak.id;
   } else {
-    PARVL_ASSIGN_OR_RETURN(const absl::Span<const Candidate> left, candidates(logits));
+    PARVL_ASSIGN_OR_RETURN(const absl::Span<const Candidate> left, candidates(logits, mask));
     // argmax(log w + Gumbel) as a race: the smallest -log(u) / w. Since -log(u) >= 1 - u, most need no logarithm.
     double first = std::numeric_limits<double>::infinity();
     TokenId winner = -1;

@@ -1,9 +1,9 @@
 // Chooses the next token from one row of logits. Torch-free; O(vocabulary) work a token, never a full sort.
 //
-// Order, as in vLLM: min_tokens and logit_bias, repetition penalty, frequency and presence penalties, temperature,
-// min_p, top_k, top_p, then a draw among the tokens that are left. The draw is argmax(logit / T + Gumbel noise) where
-// the noise is a pure function of (seed, position, token): a request that moves to another process or batch continues
-// with the same tokens.
+// Order, as in vLLM: min_tokens and logit_bias, repetition penalty, frequency and presence penalties, the mask of a
+// grammar, temperature, min_p, top_k, top_p, then a draw among the tokens that are left. The draw is argmax(logit / T +
+// Gumbel noise) where the noise is a pure function of (seed, position, token): a request that moves to another process
+// or batch continues with the same tokens.
 #pragma once
 
 #include <absl/types/span.h>
@@ -54,8 +54,10 @@ class Sampler {
   Sampler(SamplingParams params, absl::Span<const TokenId> end_tokens, absl::Span<const TokenId> prompt);
 
   // The next token; its position is the number of tokens before it (prompt and output). Does not record it. Internal
-  // when a logit is NaN or +infinity (a broken model must not look like an answer) or no token may be chosen.
-  absl::StatusOr<Choice> choose(absl::Span<const float> logits);
+  // when a logit is NaN or +infinity (a broken model must not look like an answer) or no token may be chosen. `mask`: a
+  // bit a token that may be chosen (GrammarMatcher::fill), tokens beyond it may not; empty: all may. Where it leaves
+  // only end tokens, min_tokens does not ban them.
+  absl::StatusOr<Choice> choose(absl::Span<const float> logits, absl::Span<const uint32_t> mask = {});
   // Records a token as produced.
   void accept(TokenId token);
 
@@ -66,12 +68,14 @@ class Sampler {
     TokenId id;
     double weight;  // exp((logit - max) / T)
   };
-  absl::StatusOr<absl::Span<const Candidate>> candidates(absl::Span<const float> logits);
+  absl::StatusOr<absl::Span<const Candidate>> candidates(absl::Span<const float> logits,
+                                                         absl::Span<const uint32_t> mask = {});
 
  private:
   bool edits_logits() const;
   bool below_min_tokens() const { return output_count_ < params_.min_tokens; }
-  absl::Span<const float> edited(absl::Span<const float> logits);
+  absl::Span<const float> edited(absl::Span<const float> logits, absl::Span<const uint32_t> mask);
+  bool only_banned(absl::Span<const uint32_t> mask) const;
   void gather(absl::Span<const float> logits, float max);
   void keep_top_p();
 

@@ -64,7 +64,7 @@ std::string TextStream::flush() {
   return std::exchange(held_, {});
 }
 
-TextStream::Delta TextStream::push(TokenId id, std::string_view bytes, bool hidden) {
+TextStream::Delta TextStream::push(TokenId id, std::string_view bytes, bool hidden, bool last) {
   PARVL_CHECK(!finished_, "a token after the end of the text");
   ++count_;
   Delta delta;
@@ -73,6 +73,8 @@ TextStream::Delta TextStream::push(TokenId id, std::string_view bytes, bool hidd
   } else if (!hidden && find_stop(utf8_.push(bytes))) {
     finished_ = true;
     return {std::exchange(held_, {}), FinishReason::kStop};
+  } else if (last) {
+    delta.finish = FinishReason::kStop;
   } else if (max_tokens_ >= 0 && count_ >= max_tokens_) {
     delta.finish = FinishReason::kLength;
   } else {

@@ -28,8 +28,9 @@ class TextStream {
   TextStream(const SamplingParams& params, absl::Span<const TokenId> end_tokens);
 
   // The next token, its bytes (Tokenizer::token_bytes) and whether they are hidden (Tokenizer::is_special). End and
-  // stop tokens are never shown. Nothing may be pushed after a finish.
-  Delta push(TokenId id, std::string_view bytes, bool hidden);
+  // stop tokens are never shown. `last`: the text must end with it, as an end token that a grammar asked for, whatever
+  // min_tokens and ignore_eos say. Nothing may be pushed after a finish.
+  Delta push(TokenId id, std::string_view bytes, bool hidden, bool last = false);
 
   // What still waits, for an end from outside (the context is full, or the caller gave up).
   std::string flush();

@@ -3,12 +3,15 @@
 #include <ATen/Parallel.h>
 
 #include <deque>
+#include <future>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "parvl/base/check.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/sampler.h"
+#include "parvl/media/grammar.h"
 #include "parvl/models/packing.h"
 #include "parvl/nn/device.h"
 
@@ -21,6 +24,9 @@ struct RequestState {
   std::vector<TokenId> tokens;  // prompt and output
   RopePositions positions;      // of the prompt
   Sampler sampler;
+  std::optional<GrammarMatcher> grammar;
+  std::vector<uint32_t> mask;  // of the step's token, when there is a grammar
+  absl::Status mask_status;
 
   std::array<int64_t, 3> position(int64_t index) const {
     const int64_t known = static_cast<int64_t>(positions.at.size());
@@ -89,7 +95,8 @@ class TorchExecutor : public ModelExecutor {
     pages_.reserve(config.num_blocks);
   }
 
-  void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling) override {
+  void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling,
+             std::shared_ptr<const Grammar> grammar) override {
     std::vector<ImageSpan> images;
     for (const MediaSpan& span : prompt->media) {
       const ProcessedImage& image = *prompt->images[static_cast<size_t>(span.image_index)];
@@ -97,8 +104,9 @@ class TorchExecutor : public ModelExecutor {
     }
     RopePositions positions = model().positions(static_cast<int64_t>(prompt->ids.size()), images);
     Sampler sampler(sampling, files_.end_tokens, prompt->ids);
-    states_.emplace(id, std::make_shared<RequestState>(
-                            RequestState{prompt, prompt->ids, std::move(positions), std::move(sampler)}));
+    RequestState state{prompt, prompt->ids, std::move(positions), std::move(sampler)};
+    if (grammar != nullptr) state.grammar.emplace(std::move(grammar));
+    states_.emplace(id, std::make_shared<RequestState>(std::move(state)));
   }
   void end(RequestId id) override { states_.erase(id); }
   void set_notify(std::function<void()> notify) override { notify_ = std::move(notify); }
@@ -170,7 +178,9 @@ class TorchExecutor : public ModelExecutor {
     done.completion.start_s = clock_.now_seconds();
     done.completion.step = step;
     done.completion.status = catch_exceptions("a generation step failed", [&] {
+      const std::future<void> masks = fill_masks(items);
       const at::Tensor logits_SV = forward(items);
+      masks.wait();
       done.completion.tokens = sample(items, logits_SV);
       return absl::OkStatus();
     });
@@ -178,6 +188,25 @@ class TorchExecutor : public ModelExecutor {
     done.completion.end_s = clock_.now_seconds();
     items.clear();  // encoder outputs may go before anybody hears of the step
     report(std::move(done));
+  }
+
+  // What the grammars allow next, found out on a thread of its own while the model computes.
+  std::future<void> fill_masks(const std::vector<StepItem>& items) {
+    std::vector<std::shared_ptr<RequestState>> states;
+    for (const StepItem& item : items) {
+      if (item.work.samples && item.state->grammar.has_value()) states.push_back(item.state);
+    }
+    auto done = std::make_shared<std::promise<void>>();
+    std::future<void> future = done->get_future();
+    if (states.empty()) {
+      done->set_value();
+      return future;
+    }
+    grammar_.submit([states, done] {
+      for (const auto& state : states) state->mask_status = state->grammar->fill(state->mask);
+      done->set_value();
+    });
+    return future;
   }
 
   // Logits [S, V] after the last token of each of the S sequences that sample, float32 on the CPU.
@@ -236,18 +265,29 @@ class TorchExecutor : public ModelExecutor {
     at::parallel_for(0, static_cast<int64_t>(states.size()), 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const size_t vocab = static_cast<size_t>(logits_SV.size(1));
-        RequestState& state = *states[static_cast<size_t>(i)];
-        auto choice = state.sampler.choose({logits_SV.data_ptr<float>() + static_cast<size_t>(i) * vocab, vocab});
-        SampledToken& token = out[static_cast<size_t>(i)];
-        token.status = choice.status();
-        if (!choice.ok()) continue;
-        token.id = choice->token_id;
-        token.logprob = std::move(choice->logprob);
-        state.sampler.accept(token.id);
-        state.tokens.push_back(token.id);
+        out[static_cast<size_t>(i)] = sample_one(*states[static_cast<size_t>(i)],
+                                                 {logits_SV.data_ptr<float>() + static_cast<size_t>(i) * vocab, vocab});
       }
     });
     return out;
+  }
+
+  static SampledToken sample_one(RequestState& state, absl::Span<const float> logits_V) {
+    SampledToken token;
+    if (state.grammar.has_value()) token.status = state.mask_status;
+    if (!token.status.ok()) return token;
+    auto choice = state.sampler.choose(logits_V, state.mask);
+    token.status = choice.status();
+    if (!choice.ok()) return token;
+    token.id = choice->token_id;
+    token.logprob = std::move(choice->logprob);
+    state.sampler.accept(token.id);
+    state.tokens.push_back(token.id);
+    if (state.grammar.has_value()) {
+      token.status = state.grammar->accept(token.id);
+      token.last = state.grammar->ended();
+    }
+    return token;
   }
 
   LoadedFiles files_;
@@ -260,7 +300,7 @@ class TorchExecutor : public ModelExecutor {
   std::mutex mutex_;
   std::deque<Done> done_;
   std::function<void()> notify_;
-  JobThread backbone_, encoder_;  // last: they use all of the above until they are joined
+  JobThread grammar_, backbone_, encoder_;  // last: they use all of the above until they are joined
 };
 
 }  // namespace

@@ -177,22 +177,44 @@ TemplateValue ChatTemplate::message_value(const Message& message) const {
   TemplateValue out = TemplateValue::of_object();
   out.add("role", TemplateValue::of_text(known ? message.role : guarded(message.role), known));
   out.add("content", std::move(content));
+  if (!message.tool_calls.empty()) {
+    TemplateValue calls = TemplateValue::of_list();
+    for (const ToolCall& call : message.tool_calls) calls.items.push_back(tool_call_value(call));
+    out.add("tool_calls", std::move(calls));
+  }
+  if (!message.tool_call_id.empty()) {
+    out.add("tool_call_id", TemplateValue::of_text(guarded(message.tool_call_id), false));
+  }
+  if (!message.name.empty()) out.add("name", TemplateValue::of_text(guarded(message.name), false));
   return out;
 }
 
-TemplateValue ChatTemplate::argument_value(const Json& json) const {
+TemplateValue ChatTemplate::tool_call_value(const ToolCall& call) const {
+  TemplateValue function = TemplateValue::of_object();
+  function.add("name", TemplateValue::of_text(guarded(call.name), false));
+  function.add("arguments", argument_value(call.arguments));
+  TemplateValue out = TemplateValue::of_object();
+  out.add("id", TemplateValue::of_text(guarded(call.id), false));
+  out.add("type", TemplateValue::of_text("function", true));
+  out.add("function", std::move(function));
+  return out;
+}
+
+// Json or OrderedJson.
+template <typename AnyJson>
+TemplateValue ChatTemplate::argument_value(const AnyJson& json) const {
   TemplateValue out;
-  if (json.is_boolean()) return TemplateValue::of_bool(json.get<bool>());
-  if (json.is_string()) return TemplateValue::of_text(guarded(json.get<std::string>()), false);
+  if (json.is_boolean()) return TemplateValue::of_bool(json.template get<bool>());
+  if (json.is_string()) return TemplateValue::of_text(guarded(json.template get<std::string>()), false);
   if (json.is_number_float()) {
     out.kind = TemplateValue::Kind::kFloat;
-    out.real = json.get<double>();
+    out.real = json.template get<double>();
   } else if (json.is_number()) {
     out.kind = TemplateValue::Kind::kInt;
-    out.integer = json.get<int64_t>();
+    out.integer = json.template get<int64_t>();
   } else if (json.is_array()) {
     out.kind = TemplateValue::Kind::kList;
-    for (const Json& item : json) out.items.push_back(argument_value(item));
+    for (const AnyJson& item : json) out.items.push_back(argument_value(item));
   } else if (json.is_object()) {
     out.kind = TemplateValue::Kind::kObject;
     for (const auto& [key, value] : json.items()) out.add(guarded(key), argument_value(value));
@@ -238,7 +260,7 @@ absl::StatusOr<std::vector<TextRun>> ChatTemplate::without_guards(const std::vec
 absl::StatusOr<std::vector<TextRun>> ChatTemplate::render(const std::vector<Message>& messages,
                                                           const PromptOptions& options) const {
   TemplateValue globals = TemplateValue::of_object();
-  globals.add("tools", {});
+  globals.add("tools", argument_value(options.tools));
   globals.add("documents", {});
   for (const auto& [name, text] : special_tokens_) {
     globals.add(name, TemplateValue::of_text(text, true));

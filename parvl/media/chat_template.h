@@ -43,7 +43,9 @@ class ChatTemplate {
   // Text from outside, with the guards around each added token in it.
   std::string guarded(const std::string& text) const;
   TemplateValue message_value(const Message& message) const;
-  TemplateValue argument_value(const Json& json) const;
+  TemplateValue tool_call_value(const ToolCall& call) const;
+  template <typename AnyJson>
+  TemplateValue argument_value(const AnyJson& json) const;
   absl::StatusOr<std::vector<TextRun>> without_guards(const std::vector<TextRun>& runs) const;
 
   std::shared_ptr<const JinjaTemplate> template_;

@@ -47,6 +47,7 @@ struct PromptBuilder::Impl {
   std::shared_ptr<const ChatTemplate> chat;
   std::optional<ImageProcessor> images;
   TokenId image_token = -1;
+  ToolSyntax tools;
   std::string why_no_images = "this model takes no images";
 
   absl::Status read_image_parts(const std::string& dir);
@@ -66,6 +67,7 @@ const std::string& PromptBuilder::why_no_images() const { return impl_->why_no_i
 TokenId PromptBuilder::image_token() const { return impl_->image_token; }
 
 bool PromptBuilder::has_chat_template() const { return impl_->chat != nullptr; }
+const ToolSyntax& PromptBuilder::tool_syntax() const { return impl_->tools; }
 const ImageProcessor& PromptBuilder::image_processor() const {
   PARVL_CHECK(has_images(), "the image processor of a text-only model");
   return *impl_->images;
@@ -100,6 +102,7 @@ absl::StatusOr<std::shared_ptr<const PromptBuilder>> PromptBuilder::load(const s
   auto impl = std::make_unique<Impl>();
   PARVL_ASSIGN_OR_RETURN(impl->tokenizer, Tokenizer::load(dir));
   PARVL_ASSIGN_OR_RETURN(impl->chat, ChatTemplate::load(dir, *impl->tokenizer));
+  if (impl->chat != nullptr) impl->tools = find_tool_syntax(*impl->chat);
   PARVL_RETURN_IF_ERROR(impl->read_image_parts(dir));
   return std::shared_ptr<const PromptBuilder>(new PromptBuilder(std::move(impl)));
 }

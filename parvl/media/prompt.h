@@ -6,10 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "parvl/base/json.h"
+#include "parvl/base/ordered_json.h"
 #include "parvl/base/status.h"
 #include "parvl/media/image_processor.h"
 #include "parvl/media/tokenizer.h"
+#include "parvl/media/tool_syntax.h"
 
 namespace parvl {
 
@@ -20,9 +21,19 @@ struct ContentPart {
   int image_index = -1;  // kImage: index into the request's images
 };
 
+// A call of a tool, as an assistant's message of the past holds it.
+struct ToolCall {
+  std::string id;
+  std::string name;
+  OrderedJson arguments;  // an object
+};
+
 struct Message {
   std::string role;  // system, user, assistant, tool
   std::vector<ContentPart> content;
+  std::vector<ToolCall> tool_calls = {};  // assistant
+  std::string tool_call_id = {};          // tool: which call it answers
+  std::string name = {};                  // tool: of the function
 };
 
 // Where an item's placeholder tokens stand in the prompt.
@@ -43,7 +54,8 @@ struct Prompt {
 struct PromptOptions {
   bool add_generation_prompt = true;
   bool mark_targets = false;  // fill is_target (training)
-  Json template_arguments;    // further variables for the template (tools, ...), an object or null
+  OrderedJson tools;          // functions that the model may call, as OpenAI's API lists them; null: none
+  Json template_arguments;    // further variables for the template, an object or null
 };
 
 // Immutable after load; thread-safe.
@@ -61,6 +73,7 @@ class PromptBuilder {
   TokenId image_token() const;                    // the placeholder of an image; -1 without images
   const ImageProcessor& image_processor() const;  // only when has_images()
   bool has_chat_template() const;
+  const ToolSyntax& tool_syntax() const;  // how the chat template writes calls of tools; without family: it does not
 
   // Errors (InvalidArgument): no chat template; the template raised (its message); an image part in a model without
   // images; an image part whose index is out of range.

@@ -14,6 +14,7 @@ namespace parvl {
 struct SampledToken {
   TokenId id = 0;
   TokenLogprob logprob;  // when asked for
+  bool last = false;     // what the sequence must look like is complete: nothing may follow
   absl::Status status;
 };
 

@@ -9,7 +9,33 @@ namespace parvl {
 
 Answer::Answer(HttpConnection& connection, const Tokenizer& tokenizer, const Options& options)
     : connection_(connection), options_(options), format_(options.head, tokenizer), choices_(options.choices) {
-  for (size_t i = 0; i < choices_.size(); ++i) choices_[i].choice.index = static_cast<int64_t>(i);
+  for (size_t i = 0; i < choices_.size(); ++i) {
+    choices_[i].choice.index = static_cast<int64_t>(i);
+    if (options_.reads_calls) choices_[i].calls.emplace(options_.tools);
+  }
+}
+
+void Answer::add_text(Growing& growing, const TokenEvent& event) const {
+  Choice& choice = growing.choice;
+  choice.finish = event.finish;
+  if (!growing.calls.has_value()) {
+    choice.text += event.text;
+    return;
+  }
+  std::vector<ToolEvent> parts = growing.calls->push(event.text);
+  if (event.finish != FinishReason::kNone) {
+    for (ToolEvent& last : growing.calls->finish()) parts.push_back(std::move(last));
+  }
+  for (ToolEvent& part : parts) {
+    if (part.kind == ToolEvent::Kind::kText) {
+      choice.text += part.text;
+    } else if (part.kind == ToolEvent::Kind::kArguments) {
+      choice.calls.back().arguments += part.text;
+    } else {
+      const std::string id = absl::StrCat(options_.head.id, "-", choice.index, "-", choice.calls.size());
+      choice.calls.push_back({"call_" + id.substr(id.find('-') + 1), std::move(part.text), "", false});
+    }
+  }
 }
 
 asio::awaitable<void> Answer::take(std::deque<Delta>& deltas) {
@@ -17,8 +43,7 @@ asio::awaitable<void> Answer::take(std::deque<Delta>& deltas) {
   for (Delta& delta : deltas) {
     ++completion_tokens_;
     Growing& growing = choices_[delta.choice];
-    growing.choice.text += delta.event.text;
-    growing.choice.finish = delta.event.finish;
+    add_text(growing, delta.event);
     if (options_.head.logprobs) growing.choice.logprobs.push_back(std::move(delta.event.logprob));
     if (options_.stream) out += events_of(growing);
   }
@@ -36,9 +61,9 @@ std::string Answer::events_of(Growing& growing) const {
   if (!std::exchange(growing.started, true)) out += format_.start_event(choice);
   // Log-probabilities of a token whose text still waits go with the chunk that shows it; those of the end token, which
   // shows nothing, with one of their own.
-  if (!choice.text.empty() || (ends && !choice.logprobs.empty())) {
-    out += format_.content_event(choice);
-  }
+  if (!choice.text.empty()) out += format_.content_event(choice);
+  if (!choice.calls.empty()) out += format_.calls_event(choice);
+  if (ends && !choice.logprobs.empty()) out += format_.content_event(choice);
   if (ends) out += format_.finish_event(choice);
   return out;
 }

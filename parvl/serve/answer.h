@@ -2,11 +2,13 @@
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <vector>
 
 #include "parvl/exec/engine.h"
 #include "parvl/serve/http_connection.h"
 #include "parvl/serve/openai_reply.h"
+#include "parvl/serve/tool_parser.h"
 
 namespace parvl {
 
@@ -22,6 +24,8 @@ class Answer {
   struct Options {
     size_t choices = 1;
     bool stream = false;
+    bool reads_calls = false;  // of tools, written in the syntax below
+    ToolSyntax tools;
     ReplyFormat::Head head;
   };
   // `connection` and `tokenizer` must outlive it.
@@ -38,7 +42,9 @@ class Answer {
   struct Growing {
     Choice choice;  // when streaming: what is not sent yet
     bool started = false;
+    std::optional<ToolParser> calls;  // when the answer may hold calls
   };
+  void add_text(Growing& growing, const TokenEvent& event) const;
   std::string events_of(Growing& growing) const;
 
   HttpConnection& connection_;

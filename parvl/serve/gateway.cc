@@ -68,6 +68,7 @@ LoadedModel::LoadedModel(std::unique_ptr<Engine> loaded, int64_t max_images) : e
   rules.takes_images = prompts().has_images();
   rules.why_no_images = prompts().why_no_images();
   rules.max_images = max_images;
+  rules.tools = prompts().tool_syntax();
 }
 
 Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock& clock)
@@ -79,6 +80,7 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       metrics_("colocated", options.served_names.front()),
       pool_(kPoolThreads),
       fetch_pool_(kFetchThreads),
+      grammar_pool_(1),
       created_(clock.wall_ns() / 1'000'000'000) {
   for (const std::string& key : options.api_keys) key_hashes_.push_back(sha256_hex(key));
 }
@@ -91,6 +93,7 @@ void Gateway::stop() {
   stop_fetching_.request_stop();
   pool_.join();
   fetch_pool_.join();
+  grammar_pool_.join();
   model_.reset();
 }
 
@@ -280,6 +283,13 @@ void Gateway::finished(const HttpConnection& connection, int http_status) {
 
 void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
   model_ = std::move(model);
+  const ToolSyntax& tools = model_->rules.tools;
+  if (tools.family.empty()) {
+    log_info("tools: none; the chat template knows none, or writes calls in a form that is not known here");
+  } else {
+    log_info("tools: calls in the form ", tools.family, tools.parallel ? "" : ", one an answer",
+             ", as the chat template writes them");
+  }
   Admission::Limits limits;
   limits.waiting.fill(static_cast<size_t>(options_.max_queue));
   limits.running = static_cast<size_t>(model_->engine->max_running());

@@ -69,6 +69,8 @@ class Gateway : public HttpHandler {
   asio::thread_pool& pool() { return pool_; }
   // For what may fetch from the web and wait for it, so that it keeps nobody else waiting.
   asio::thread_pool& fetch_pool() { return fetch_pool_; }
+  // For compiling grammars, so that one that takes long keeps only its like waiting.
+  asio::thread_pool& grammar_pool() { return grammar_pool_; }
   asio::io_context& io() { return io_; }
   Metrics& metrics() { return metrics_; }
   const Clock& clock() const { return clock_; }
@@ -107,7 +109,7 @@ class Gateway : public HttpHandler {
   Rng rng_;
   Admission admission_;
   Metrics metrics_;
-  asio::thread_pool pool_, fetch_pool_;
+  asio::thread_pool pool_, fetch_pool_, grammar_pool_;
   std::stop_source stop_fetching_;
   std::unique_ptr<LoadedModel> model_;
   int64_t created_;  // of the model, in seconds since 1970

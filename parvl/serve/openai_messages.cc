@@ -1,17 +1,14 @@
 // The `messages` array of a chat completion request.
 #include "parvl/base/text.h"
 #include "parvl/serve/api_error.h"
-#include "parvl/serve/openai_request.h"
+#include "parvl/serve/openai_fields.h"
+#include "parvl/serve/openai_tools.h"
 
 namespace parvl {
 namespace {
 
 absl::Status wrong(const std::string& where, const std::string& message) {
   return api_error(400, where + " " + message, "", where);
-}
-
-absl::Status unavailable(const std::string& where, const std::string& what) {
-  return api_error(400, absl::StrCat(where, ": ", what, " not available yet"), "not_available_yet", where);
 }
 
 absl::StatusOr<std::string> required_string(const Json& object, const char* key, const std::string& where) {
@@ -62,22 +59,35 @@ absl::Status parse_part(const Json& part, const std::string& where, const Reques
   return wrong(where + ".type", "is " + excerpt(type) + "; text and image_url are known");
 }
 
+// What calls of tools add to a message.
+absl::Status parse_tool_parts(const Json& json, const std::string& where, const RequestRules& rules, Message& message) {
+  const std::string& role = message.role;
+  if (role != "system" && role != "user" && role != "assistant" && role != "tool") {
+    return wrong(where + ".role", "must be system, developer, user, assistant or tool, found " + excerpt(role));
+  }
+  if (const Json* call = find_field(json, "function_call"); call != nullptr) {
+    return unavailable(where + ".function_call", "the older form of tool_calls (use 'tool_calls') is");
+  }
+  const Json* calls = find_field(json, "tool_calls");
+  const bool has_calls = calls != nullptr && !calls->empty();
+  if (role != "tool" && !has_calls) return absl::OkStatus();
+  if (rules.tools.family.empty()) return wrong(where, "is about tools, and " + std::string(kNoToolSyntax));
+  if (role == "tool") {
+    PARVL_ASSIGN_OR_RETURN(message.tool_call_id, required_string(json, "tool_call_id", where));
+    if (const Json* name = find_field(json, "name"); name != nullptr && name->is_string()) message.name = *name;
+    return absl::OkStatus();
+  }
+  if (role != "assistant") return wrong(where + ".tool_calls", "belong to messages of the assistant");
+  return read_tool_calls(*calls, where + ".tool_calls", message);
+}
+
 absl::Status parse_message(const Json& json, const std::string& where, const RequestRules& rules,
                            GenerateRequest& request) {
   if (!json.is_object()) return wrong(where, "must be an object with `role` and `content`");
   Message message;
   PARVL_ASSIGN_OR_RETURN(message.role, required_string(json, "role", where));
   if (message.role == "developer") message.role = "system";  // OpenAI's newer name for it
-  if (message.role == "tool" || message.role == "function") return unavailable(where + ".role", "tool messages are");
-  if (message.role != "system" && message.role != "user" && message.role != "assistant") {
-    return wrong(where + ".role", "must be system, developer, user or assistant, found " + excerpt(message.role));
-  }
-  for (const char* key : {"tool_calls", "function_call"}) {
-    const auto it = json.find(key);
-    if (it != json.end() && !it->is_null() && !it->empty()) {
-      return unavailable(absl::StrCat(where, ".", key), "tool calls are");
-    }
-  }
+  PARVL_RETURN_IF_ERROR(parse_tool_parts(json, where, rules, message));
   const auto content = json.find("content");
   if (content == json.end() || content->is_null()) {
     if (message.role != "assistant") return wrong(where + ".content", "is missing");

@@ -40,6 +40,15 @@ Json choice_json(const Choice& choice, const char* key, Json content, Json logpr
           {"finish_reason", finish_reason}};
 }
 
+Json call_json(const CallText& call) {
+  return {{"id", call.id}, {"type", "function"}, {"function", {{"name", call.name}, {"arguments", call.arguments}}}};
+}
+
+const char* finish_text(const Choice& choice) {
+  const bool called = choice.finish == FinishReason::kStop && !choice.calls.empty();
+  return called ? "tool_calls" : to_string(choice.finish);
+}
+
 std::string event(const Json& json) { return "data: " + dump_json(json) + "\n\n"; }
 
 }  // namespace
@@ -114,17 +123,37 @@ std::string ReplyFormat::start_event(const Choice& choice) const {
   return choice_event(choice_json(choice, "delta", std::move(delta), nullptr, nullptr));
 }
 
-std::string ReplyFormat::content_event(Choice& choice) const {
+Json ReplyFormat::take_logprobs(Choice& choice) const {
   Json logprobs = logprobs_json(choice);
   for (const TokenLogprob& logprob : choice.logprobs) choice.text_offset += shown_characters(logprob.token_id);
   choice.logprobs.clear();
+  return logprobs;
+}
+
+std::string ReplyFormat::content_event(Choice& choice) const {
+  Json logprobs = take_logprobs(choice);
   const std::string text = std::exchange(choice.text, {});
   return choice_event(chat() ? choice_json(choice, "delta", {{"content", text}}, std::move(logprobs), nullptr)
                              : choice_json(choice, "text", text, std::move(logprobs), nullptr));
 }
 
+std::string ReplyFormat::calls_event(Choice& choice) const {
+  Json parts = Json::array();
+  for (size_t i = 0; i < choice.calls.size(); ++i) {
+    CallText& call = choice.calls[i];
+    if (call.announced && call.arguments.empty()) continue;
+    Json part = {{"function", {{"arguments", call.arguments}}}};
+    if (!std::exchange(call.announced, true)) part = call_json(call);
+    part["index"] = i;
+    parts.push_back(std::move(part));
+    call.arguments.clear();
+  }
+  if (parts.empty()) return "";
+  return choice_event(choice_json(choice, "delta", {{"tool_calls", std::move(parts)}}, take_logprobs(choice), nullptr));
+}
+
 std::string ReplyFormat::finish_event(const Choice& choice) const {
-  const char* reason = to_string(choice.finish);
+  const char* reason = finish_text(choice);
   return choice_event(chat() ? choice_json(choice, "delta", Json::object(), nullptr, reason)
                              : choice_json(choice, "text", "", nullptr, reason));
 }
@@ -134,9 +163,13 @@ std::string ReplyFormat::usage_event(const Usage& usage) const { return chunk_ev
 std::string ReplyFormat::whole(const std::vector<Choice>& choices, const Usage& usage) const {
   Json list = Json::array();
   for (const Choice& choice : choices) {
-    const char* reason = to_string(choice.finish);
+    const char* reason = finish_text(choice);
     Json content = choice.text;
     if (chat()) content = {{"role", "assistant"}, {"content", choice.text}, {"refusal", nullptr}};
+    if (!choice.calls.empty()) {
+      if (choice.text.empty()) content["content"] = nullptr;
+      for (const CallText& call : choice.calls) content["tool_calls"].push_back(call_json(call));
+    }
     list.push_back(choice_json(choice, chat() ? "message" : "text", std::move(content), logprobs_json(choice), reason));
   }
   Json json = reply("chat.completion", std::move(list));

@@ -18,10 +18,18 @@ struct Usage {
   int64_t completion_tokens = 0;
 };
 
+// A call of a tool in an answer.
+struct CallText {
+  std::string id, name;
+  std::string arguments;   // JSON; when streaming, what is not shown yet
+  bool announced = false;  // a stream has shown id and name
+};
+
 // One of the answers to a request: all of it, or what a stream has not shown yet.
 struct Choice {
   int64_t index = 0;
   std::string text;
+  std::vector<CallText> calls;
   std::vector<TokenLogprob> logprobs;
   int64_t text_offset = 0;  // characters that the tokens before those of `logprobs` show
   FinishReason finish = FinishReason::kNone;
@@ -44,6 +52,8 @@ class ReplyFormat {
   std::string start_event(const Choice& choice) const;  // "" where nothing announces a choice
   // Takes text and log-probabilities out of the choice.
   std::string content_event(Choice& choice) const;
+  // What is new of its calls, which it takes out; "" when nothing is. The log-probabilities too.
+  std::string calls_event(Choice& choice) const;
   std::string finish_event(const Choice& choice) const;
   std::string usage_event(const Usage& usage) const;
 
@@ -54,6 +64,7 @@ class ReplyFormat {
   Json reply(const char* chat_object, Json choices) const;
   std::string chunk_event(Json choices, Json usage) const;
   std::string choice_event(Json choice) const;
+  Json take_logprobs(Choice& choice) const;
   int64_t shown_characters(TokenId id) const;
   Json logprobs_json(const Choice& choice) const;
   Json chat_logprobs(const Choice& choice) const;

@@ -11,6 +11,7 @@
 #include "parvl/base/text.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/serve/openai_fields.h"
+#include "parvl/serve/openai_tools.h"
 
 namespace parvl {
 namespace {
@@ -36,11 +37,13 @@ constexpr std::string_view kCommonFields[] = {"model",
                                               "ignore_eos",
                                               "min_tokens",
                                               "response_format",
+                                              "structured_outputs",
+                                              "guided_json",
                                               "priority",
                                               "cache_salt"};
-constexpr std::string_view kChatFields[] = {
-    "messages",   "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions", "function_call",
-    "modalities", "mm_processor_kwargs"};
+constexpr std::string_view kChatFields[] = {"messages",    "max_completion_tokens", "top_logprobs", "tools",
+                                            "tool_choice", "parallel_tool_calls",   "functions",    "function_call",
+                                            "modalities",  "mm_processor_kwargs"};
 constexpr std::string_view kCompletionFields[] = {"prompt", "echo", "suffix", "best_of"};
 
 template <typename List>
@@ -189,26 +192,13 @@ absl::Status read_processor_arguments(const Json& body, PixelRange& pixels) {
   return absl::OkStatus();
 }
 
-absl::Status check_response_format(const Json& body) {
-  const Json* format = find_field(body, "response_format");
-  if (format == nullptr) return absl::OkStatus();
-  if (!format->is_object() || !format->contains("type") || !(*format)["type"].is_string()) {
-    return api_error(400, "'response_format' must be an object with a string `type`", "", "response_format");
-  }
-  const std::string type = (*format)["type"];
-  return type == "text" ? absl::OkStatus() : unavailable("response_format", "the type " + excerpt(type) + " is");
-}
-
 // Fields of the contract whose effect is not built: the value that asks for nothing is accepted, any other refused.
 absl::Status refuse_unbuilt_chat(const Json& body) {
-  for (const char* field : {"tools", "functions"}) {
-    const Json* value = find_field(body, field);
-    if (value != nullptr && !value->is_array()) return wrong_type(field, "a list", *value);
-    if (value != nullptr && !value->empty()) return unavailable(field, "tool calling is");
+  if (const Json* functions = find_field(body, "functions"); functions != nullptr && !functions->empty()) {
+    return unavailable("functions", "the older form of tools (use 'tools') is");
   }
-  for (const char* field : {"tool_choice", "function_call"}) {
-    const Json* value = find_field(body, field);
-    if (value != nullptr && *value != "none" && *value != "auto") return unavailable(field, "tool calling is");
+  if (const Json* call = find_field(body, "function_call"); call != nullptr && *call != "none" && *call != "auto") {
+    return unavailable("function_call", "the older form of tool_choice (use 'tool_choice') is");
   }
   if (const Json* modalities = find_field(body, "modalities");
       modalities != nullptr && *modalities != Json::array({"text"})) {
@@ -279,10 +269,10 @@ absl::StatusOr<GenerateRequest> parse_request(std::string_view text, Api api, co
   request.api = api;
   PARVL_RETURN_IF_ERROR(read_field(body, "model", request.model));
   PARVL_RETURN_IF_ERROR(read_engine_fields(body, request));
-  PARVL_RETURN_IF_ERROR(check_response_format(body));
   PARVL_RETURN_IF_ERROR(chat ? refuse_unbuilt_chat(body) : refuse_unbuilt_completion(body, request.n));
   PARVL_RETURN_IF_ERROR(read_stream(body, request));
   PARVL_RETURN_IF_ERROR(read_sampling(body, rules, request));
+  PARVL_RETURN_IF_ERROR(read_output_form(text, body, rules, request));
   PARVL_RETURN_IF_ERROR(chat ? read_chat(body, rules, request) : read_prompts(body, rules, request));
   for (const auto& [key, value] : body.items()) {
     const bool known =

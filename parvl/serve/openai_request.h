@@ -43,6 +43,10 @@ struct GenerateRequest {
   int64_t choices = 1;  // of all prompts; each is a generation of its own
   int priority = 0;
   std::string cache_salt;
+  OrderedJson tools;          // for the chat template; null: none
+  std::string grammar;        // the source of what the answer must follow; "": any text
+  std::string grammar_field;  // that asked for it
+  bool reads_calls = false;   // the answer may hold calls of tools
   bool stream = false;
   bool include_usage = false;
   std::vector<std::string> unknown_fields;
@@ -51,6 +55,7 @@ struct GenerateRequest {
     messages.clear();
     images.clear();
     prompts.clear();
+    tools = nullptr;
   }
 };
 
@@ -63,7 +68,12 @@ struct RequestRules {
   bool takes_images = false;
   std::string why_no_images = "this model takes no images";  // unless it takes them
   int64_t max_images = 0;
+  ToolSyntax tools;  // of the chat template
 };
+// Half a sentence for a request that needs tools where there is no syntax.
+inline constexpr char kNoToolSyntax[] =
+    "the chat template of this model knows no tools, or writes calls in another form than Hermes (<tool_call>) and "
+    "Llama 3.1's JSON; leave tools out, or serve a model whose template has them";
 
 // Every error is an answer's status (api_error.h): 400 with `param` naming the field.
 absl::StatusOr<GenerateRequest> parse_request(std::string_view body, Api api, const RequestRules& rules);

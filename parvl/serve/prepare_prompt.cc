@@ -101,7 +101,9 @@ absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request,
   size_t text_bytes = 0;
   for (const Message& message : request.messages) {
     for (const ContentPart& part : message.content) text_bytes += part.text.size();
+    for (const ToolCall& call : message.tool_calls) text_bytes += call.arguments.dump().size();
   }
+  if (!request.tools.is_null()) text_bytes += request.tools.dump().size();
   PARVL_RETURN_IF_ERROR(check_text_bytes(text_bytes, limits, Api::kChat));
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   if (!request.images.empty()) {
@@ -142,7 +144,9 @@ absl::StatusOr<Prompt> PromptMaker::prepare_plain(const PlainPrompt& plain, cons
 absl::StatusOr<std::vector<Prompt>> PromptMaker::prepare(const GenerateRequest& request) const {
   std::vector<Prompt> made;
   if (request.api == Api::kChat) {
-    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_chat(request));
+    PromptOptions options;
+    options.tools = request.tools;
+    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_chat(request, options));
     made.push_back(std::move(prompt));
   }
   const size_t count = request.prompts.size();

@@ -97,14 +97,33 @@ RequestId start_generation(Gateway& gateway, EngineRequest job, size_t choice, c
   return gateway.model().engine->submit(std::move(job));
 }
 
+bool names_web_items(const GenerateRequest& request) {
+  return std::any_of(request.images.begin(), request.images.end(),
+                     [](const MediaReference& image) { return is_web_url(image.url); });
+}
+
+struct PreparedRequest {
+  std::vector<Prompt> prompts;
+  std::shared_ptr<const Grammar> grammar;  // null: any text
+};
+
+// The grammar that the request asks for, null when it asks for none. May take a second.
+absl::StatusOr<std::shared_ptr<const Grammar>> compile_grammar(Gateway& gateway, const GenerateRequest& request) {
+  auto compiled = gateway.model().engine->grammars().compile(request.grammar);
+  if (compiled.ok()) return compiled;
+  return api_error(400, absl::StrCat("'", request.grammar_field, "': ", compiled.status().message()), "",
+                   request.grammar_field);
+}
+
 // `n` generations a prompt, whose seeds follow each other.
-std::vector<RequestId> start_generations(Gateway& gateway, std::vector<Prompt> prompts, const GenerateRequest& request,
+std::vector<RequestId> start_generations(Gateway& gateway, PreparedRequest prepared, const GenerateRequest& request,
                                          const RequestRow& row, const std::shared_ptr<Deltas>& deltas) {
   std::vector<RequestId> ids;
-  for (Prompt& prompt : prompts) {
+  for (Prompt& prompt : prepared.prompts) {
     EngineRequest job;
     job.prompt = std::make_shared<const Prompt>(std::move(prompt));
     job.sampling = request.sampling;
+    job.grammar = prepared.grammar;
     if (!request.has_seed) job.sampling.seed = gateway.random_seed();
     job.priority = request.priority;
     job.cache_salt = request.cache_salt;
@@ -120,6 +139,8 @@ Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request,
   Answer::Options options;
   options.choices = static_cast<size_t>(request.choices);
   options.stream = request.stream;
+  options.reads_calls = request.reads_calls;
+  options.tools = gateway.model().rules.tools;
   options.head.api = request.api;
   options.head.id = (request.api == Api::kChat ? "chatcmpl-" : "cmpl-") + gateway.random_hex();
   options.head.model = model_name;
@@ -127,11 +148,6 @@ Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request,
   options.head.logprobs = request.sampling.logprobs;
   options.head.include_usage = request.include_usage;
   return options;
-}
-
-bool names_web_items(const GenerateRequest& request) {
-  return std::any_of(request.images.begin(), request.images.end(),
-                     [](const MediaReference& image) { return is_web_url(image.url); });
 }
 
 QueueKind kind_of(const GenerateRequest& request) {
@@ -223,6 +239,24 @@ asio::awaitable<absl::StatusOr<std::vector<Prompt>>> prepare_prompts(Gateway& ga
   co_return prompts;
 }
 
+// On the pools' threads: messages and media become prompts, and what the answer must look like a grammar.
+asio::awaitable<absl::StatusOr<PreparedRequest>> prepare(Gateway& gateway, HttpConnection& connection,
+                                                         Patience& patience, GenerateRequest& request,
+                                                         MediaStage& media) {
+  PreparedRequest out;
+  auto prompts = co_await prepare_prompts(gateway, connection, patience, request, media);
+  request.forget_inputs();  // as large as the body, and not needed any more
+  if (!prompts.ok()) co_return prompts.status();
+  out.prompts = std::move(*prompts);
+  if (request.grammar.empty() || patience.over()) co_return out;
+  out.grammar = gateway.model().engine->grammars().find(request.grammar);
+  if (out.grammar != nullptr) co_return out;
+  auto grammar = co_await run_on(gateway.grammar_pool(), [&] { return compile_grammar(gateway, request); });
+  if (!grammar.ok()) co_return grammar.status();
+  out.grammar = std::move(*grammar);
+  co_return out;
+}
+
 }  // namespace
 
 asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection, Api api) {
@@ -257,15 +291,13 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
 
   // preprocess
   MediaStage media{gateway.clock()};
-  absl::StatusOr<std::vector<Prompt>> prompts =
-      co_await prepare_prompts(gateway, connection, patience, *request, media);
-  request->forget_inputs();  // as large as the body, and not needed any more
+  absl::StatusOr<PreparedRequest> prepared = co_await prepare(gateway, connection, patience, *request, media);
   if (patience.over()) co_return co_await give_up(gateway, connection, patience);
-  if (!prompts.ok()) co_return co_await connection.reply_error(prompts.status());
+  if (!prepared.ok()) co_return co_await connection.reply_error(prepared.status());
   timer.lap(Stage::kPreprocess);
   timer.media(media.begin_s, media.end_s);
   Usage usage;
-  for (const Prompt& prompt : *prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
+  for (const Prompt& prompt : prepared->prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
 
   // enqueue
   if (!ticket->take_tokens(static_cast<size_t>(usage.prompt_tokens))) {
@@ -273,7 +305,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
                                  too_many_tokens(gateway.admission(), usage.prompt_tokens));
   }
   auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), timer, static_cast<size_t>(request->n)});
-  const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prompts), *request, row, deltas);
+  const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prepared), *request, row, deltas);
   deltas->timer.submitted();
   ticket->leave_line();
 

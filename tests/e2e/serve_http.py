@@ -61,7 +61,7 @@ class ErrorTable(unittest.TestCase):
     def test_fields(self):
         for field, value in (("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("max_tokens", 0), ("n", 0), ("n", "x"),
                              ("stop", 5), ("stream", "yes"), ("logit_bias", {"a": 1}), ("top_logprobs", 3), ("seed", "x"),
-                             ("tools", [{}]), ("response_format", {"type": "json_object"}), ("model", 5)):
+                             ("tools", [{}]), ("response_format", {"type": "xml"}), ("model", 5)):
             self.check(400, self.chat(**{field: value}), param=field)
         self.check(404, self.chat(model="other"), param="model")
         status, _, _ = self.chat(max_tokens=2, some_new_field={"x": 1}, another=None)

@@ -27,7 +27,8 @@ class PretendingExecutor : public ModelExecutor {
     thread_.join();
   }
 
-  void begin(RequestId id, std::shared_ptr<const Prompt>, const SamplingParams&) override {
+  void begin(RequestId id, std::shared_ptr<const Prompt>, const SamplingParams&,
+             std::shared_ptr<const Grammar>) override {
     EXPECT_TRUE(known_.insert(id.value).second);
   }
   void end(RequestId id) override { EXPECT_EQ(known_.erase(id.value), 1u); }

@@ -8,6 +8,8 @@
 #include "parvl/base/env.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/exec/generator.h"
+#include "parvl/media/grammar.h"
+#include "parvl/media/json_schema.h"
 #include "tests/unit/models_fixture.h"
 
 namespace parvl {
@@ -23,6 +25,7 @@ struct Case {
   std::shared_ptr<const Prompt> prompt;
   SamplingParams sampling;
   GenerateResult want;
+  std::string grammar;  // source
 };
 
 class EngineTest : public ModelDirTest {
@@ -112,8 +115,10 @@ class EngineTest : public ModelDirTest {
     int ends = 0;
   };
   static RequestId submit(Engine& engine, const std::shared_ptr<const Prompt>& prompt, const SamplingParams& sampling,
-                          const std::shared_ptr<Pending>& pending, std::function<void()> on_token = {}) {
+                          const std::shared_ptr<Pending>& pending, std::function<void()> on_token = {},
+                          const std::string& grammar = "") {
     EngineRequest request;
+    if (!grammar.empty()) request.grammar = *engine.grammars().compile(grammar);
     request.prompt = prompt;
     request.sampling = sampling;
     request.on_token = [pending, on_token](const TokenEvent& event) {
@@ -133,7 +138,7 @@ class EngineTest : public ModelDirTest {
     for (int i = 0; i < times; ++i) {
       for (const Case& c : cases) {
         pending.emplace_back(&c, std::make_shared<Pending>());
-        submit(engine, c.prompt, c.sampling, pending.back().second);
+        submit(engine, c.prompt, c.sampling, pending.back().second, {}, c.grammar);
       }
     }
     for (auto& [c, p] : pending) {
@@ -211,6 +216,55 @@ TEST_P(EngineFamilyTest, EqualsTheGeneratorUnderPreemption) {
     expect_nothing_held(*engine);
     EXPECT_GT(engine->stats().preemptions, 0);
   }
+}
+
+// Answers that follow grammars, and some that do not, side by side.
+TEST_F(EngineTest, GrammarsHoldUnderPreemption) {
+  const std::string dir = make_dir("qwen2");
+  std::vector<Case> cases;
+  {
+    GeneratorOptions options;
+    options.load.device = test_device();
+    options.load.max_model_len = kMaxLen;
+    auto generator = *Generator::load(dir, options);
+    const OrderedJson schema = *supported_schema(
+        OrderedJson::parse(R"({"type": "object", "properties": {"words": {"type": "array", "minItems": 4, "maxItems": 9,
+                               "items": {"type": "string", "maxLength": 12}}, "n": {"type": "integer"}},
+                               "required": ["words", "n"]})"),
+        "schema");
+    for (uint64_t seed = 0; seed < 9; ++seed) {
+      Case c;
+      c.prompt = std::make_shared<const Prompt>(generator->prompts().build_plain("say it"));
+      c.sampling.temperature = seed == 0 ? 0 : 1;
+      c.sampling.seed = seed;
+      c.sampling.max_tokens = 200;
+      c.sampling.logprobs = true;
+      c.sampling.top_logprobs = 2;
+      c.sampling.ignore_eos = true;  // the grammar ends it all the same
+      if (seed % 3 == 2) c.sampling.max_tokens = 40;
+      if (seed % 3 == 1) c.sampling.min_tokens = 200;
+      std::shared_ptr<const Grammar> grammar;
+      if (seed % 4 != 3) {
+        c.grammar = grammar_source(json_format(schema));
+        grammar = *generator->grammars().compile(c.grammar);
+      }
+      c.want = *generator->generate(*c.prompt, c.sampling, nullptr, grammar);
+      if (grammar != nullptr && c.want.finish == FinishReason::kStop) {
+        EXPECT_TRUE(OrderedJson::parse(c.want.text)["words"].size() >= 4) << c.want.text;
+      }
+      cases.push_back(std::move(c));
+    }
+  }
+  const auto ended = [](const Case& c) { return !c.grammar.empty() && c.want.finish == FinishReason::kStop; };
+  EXPECT_GE(std::count_if(cases.begin(), cases.end(), ended), 3);
+  EngineOptions options;
+  options.max_seqs = 12;
+  options.max_batched_tokens = 64;
+  options.kv_cache_bytes = 2 * 2 * 2 * 8 * 16 * 4 * (kMaxLen / 16 + 3);  // hardly more than one sequence needs
+  const auto engine = load(dir, options);
+  run_all(*engine, cases, 3);
+  expect_nothing_held(*engine);
+  EXPECT_GT(engine->stats().preemptions, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, EngineFamilyTest, testing::Values("llama", "qwen2", "qwen2_vl", "qwen2_5_vl"));

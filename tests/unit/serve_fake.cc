@@ -133,6 +133,7 @@ FakeEngine::FakeEngine(std::shared_ptr<FakeScript> script, const std::string& fo
   auto prompts = PromptBuilder::load(folder);
   PARVL_CHECK(prompts.ok(), std::string(prompts.status().message()).c_str());
   prompts_ = *prompts;
+  grammars_ = std::make_unique<GrammarCompiler>(prompts_->tokenizer(), std::vector<TokenId>{kEnd});
   defaults_.temperature = 0.5;  // as a generation_config.json would say
   thread_ = std::thread([this] { loop(); });
 }
@@ -191,6 +192,7 @@ absl::StatusOr<GenerateResult> FakeEngine::generate(Job& job) {
     script_->samplings.push_back(job.request.sampling);
     script_->priorities.push_back(job.request.priority);
     script_->salts.push_back(job.request.cache_salt);
+    script_->grammars.push_back(job.request.grammar);
     ++script_->started;
     script_->changed.notify_all();
   }

@@ -47,6 +47,7 @@ struct FakeScript {
   std::vector<SamplingParams> samplings;
   std::vector<int> priorities;
   std::vector<std::string> salts;
+  std::vector<std::shared_ptr<const Grammar>> grammars;
   int64_t cached_tokens = 0;  // what the first generation finds cached; each later one finds one more
   EngineStats stats;
 
@@ -70,6 +71,7 @@ class FakeEngine : public Engine {
   int64_t kv_tokens() const override { return 100 * max_model_len_; }
   SamplingParams default_sampling() const override { return defaults_; }
   std::string device_name() const override { return "test"; }
+  GrammarCompiler& grammars() override { return *grammars_; }
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
   EngineStats stats() const override;
@@ -87,6 +89,7 @@ class FakeEngine : public Engine {
 
   std::shared_ptr<FakeScript> script_;
   std::shared_ptr<const PromptBuilder> prompts_;
+  std::unique_ptr<GrammarCompiler> grammars_;
   int64_t max_model_len_;
   SamplingParams defaults_;
   std::mutex mutex_;

@@ -221,11 +221,9 @@ TEST(ChatRequestTest, WrongNumbersAreShown) {
 
 TEST(ChatRequestTest, WhatIsNotBuiltSaysSo) {
   const std::vector<std::pair<const char*, Json>> cases = {
-      {"tools", Json::array({{{"type", "function"}}})},
-      {"tool_choice", "required"},
       {"functions", Json::array({1})},
-      {"response_format", {{"type", "json_object"}}},
-      {"response_format", {{"type", "json_schema"}}},
+      {"function_call", "f"},
+      {"structured_outputs", {{"grammar", "root ::= x"}}},
       {"mm_processor_kwargs", {{"do_resize", false}}},
       {"modalities", {"text", "audio"}},
   };

@@ -1,0 +1,102 @@
+// Grammars that an answer must follow: compiled over a tokenizer's vocabulary, and followed token by token. Hides
+// xgrammar, whose headers only grammar.cc includes.
+#pragma once
+
+#include <absl/types/span.h>
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "parvl/base/ordered_json.h"
+#include "parvl/base/status.h"
+#include "parvl/media/tokenizer.h"
+
+namespace parvl {
+
+// A grammar's source is a text that means the same in every process: a structural tag in JSON, as xgrammar calls it,
+// whose `format` says what an answer reads like.
+std::string grammar_source(const OrderedJson& format);
+// The format of the JSON values that `schema` (supported_schema's) allows.
+OrderedJson json_format(const OrderedJson& schema);
+// The schema of any JSON object.
+OrderedJson any_json_object();
+
+struct GrammarLimits {
+  // A step: see grammar_limits.h. About a second for a compilation, and a tenth of one for a token.
+  int64_t compile_steps = 40'000'000;
+  int64_t token_steps = 4'000'000;
+  int64_t grammar_bytes = int64_t{64} << 20;  // of one compiled grammar
+  int64_t cache_bytes = int64_t{256} << 20;   // of those that are kept for requests to come
+};
+
+// A compiled grammar. Immutable, thread-safe.
+class Grammar {
+ public:
+  ~Grammar();
+  const std::string& source() const;
+  int64_t bytes() const;
+
+ private:
+  friend class GrammarCompiler;
+  friend class GrammarMatcher;
+  struct Impl;
+  explicit Grammar(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Compiles for one tokenizer, and keeps what it compiled, the least recently used going first. Thread-safe.
+class GrammarCompiler {
+ public:
+  // `tokenizer` must outlive it. `end_tokens`: of which one ends an answer; a grammar's text never holds them, nor any
+  // other special token.
+  GrammarCompiler(const Tokenizer& tokenizer, std::vector<TokenId> end_tokens, const GrammarLimits& limits = {});
+  ~GrammarCompiler();
+
+  // Takes up to about a second, bounded by the limits; one compilation at a time. InvalidArgument in one sentence for a
+  // source that is wrong, too large, or that the compiler would not keep to in full.
+  absl::StatusOr<std::shared_ptr<const Grammar>> compile(const std::string& source);
+  // One that is kept already; null when there is none.
+  std::shared_ptr<const Grammar> find(const std::string& source);
+  int64_t cached_bytes() const;
+
+ private:
+  struct Vocabulary;
+  const Tokenizer& tokenizer_;
+  const std::vector<TokenId> end_tokens_;
+  const GrammarLimits limits_;
+  std::mutex compiling_;
+  std::unique_ptr<Vocabulary> vocabulary_;  // made at the first compilation, which holds compiling_
+  mutable std::mutex mutex_;
+  std::list<std::shared_ptr<const Grammar>> kept_;  // the most recently used first
+  std::unordered_map<std::string, std::list<std::shared_ptr<const Grammar>>::iterator> by_source_;
+  int64_t bytes_ = 0;  // of kept_
+};
+
+// One answer's place in a grammar, a function of the grammar and the accepted tokens alone. Not thread-safe.
+class GrammarMatcher {
+ public:
+  explicit GrammarMatcher(std::shared_ptr<const Grammar> grammar);
+  ~GrammarMatcher();
+  GrammarMatcher(GrammarMatcher&&) noexcept;
+  GrammarMatcher& operator=(GrammarMatcher&&) noexcept;
+
+  // A bit a token, the lowest bit of the first word for token 0: what may come next. An end token may come only where
+  // the text is complete; where nothing else may come, only end tokens may. Not after ended(). InvalidArgument when
+  // finding out takes more than the limits allow.
+  absl::Status fill(std::vector<uint32_t>& mask);
+  // The next token; Internal when it may not come.
+  absl::Status accept(TokenId token);
+  // Whether an end token came, or nothing may come any more.
+  bool ended() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace parvl

@@ -1,0 +1,25 @@
+// JSON schemas that an answer can be held to: which keywords are understood, and what each is taken to mean.
+#pragma once
+
+#include <string>
+
+#include "parvl/base/ordered_json.h"
+#include "parvl/base/status.h"
+
+namespace parvl {
+
+struct SchemaLimits {
+  static constexpr size_t kMaxBytes = 128u << 10;      // of a schema's text; of all schemas of one request
+  static constexpr int64_t kMaxDepth = 24;             // schemas in one another
+  static constexpr size_t kMaxCountedProperties = 32;  // beside minProperties or maxProperties
+  static constexpr int64_t kMaxRepeat = 4096;          // minItems, maxLength and the like, and {n,m} of a pattern
+};
+
+// The schema as the grammar compiler reads it, whose answers are all valid under the given one (there may be valid
+// answers that it leaves out: objects have only the keys that `properties` describes, in that order, unless the schema
+// says otherwise; a pattern is matched from the beginning to the end). InvalidArgument in one sentence for what cannot
+// be kept to: a keyword that is not understood is refused by name, never left out. `where` is what the message calls
+// the schema.
+absl::StatusOr<OrderedJson> supported_schema(const OrderedJson& schema, const std::string& where);
+
+}  // namespace parvl
