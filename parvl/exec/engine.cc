@@ -40,7 +40,7 @@ struct EngineLoop::Live {
 
 EngineLoop::EngineLoop(EngineConfig config, std::unique_ptr<ModelExecutor> executor, const Clock& clock)
     : config_(std::move(config)),
-      grammars_(config_.prompts->tokenizer(), config_.end_tokens, config_.grammar_limits),
+      grammars_(config_.prompts->tokenizer(), config_.end_tokens),
       executor_(std::move(executor)),
       clock_(clock),
       scheduler_(config_.scheduler, config_.record),
@@ -161,7 +161,7 @@ void EngineLoop::add(RequestId id, EngineRequest request) {
   const int64_t tokens = static_cast<int64_t>(request.prompt->ids.size());
   const int64_t room = config_.scheduler.max_model_len - tokens;
   sampling.max_tokens = sampling.max_tokens < 0 ? room : std::min(sampling.max_tokens, room);
-  executor_->begin(id, request.prompt, sampling, request.grammar);
+  executor_->begin(id, request);
   TextStream stream(sampling, config_.end_tokens);
   auto live = std::make_unique<Live>(Live{std::move(request), std::move(stream), {}, now});
   live->result.prompt_tokens = tokens;

@@ -1,5 +1,4 @@
-// The loop that turns requests into tokens: continuous batching over one executor. Torch-free, so that serving and its
-// tests can include it.
+// The loop that turns requests into tokens: continuous batching over one executor. Torch-free, so serving includes it.
 #pragma once
 
 #include <absl/container/flat_hash_map.h>
@@ -24,18 +23,6 @@
 
 namespace parvl {
 
-// An executor that computes with prompts: requests are made known to it before they appear in a step.
-class ModelExecutor : public Executor {
- public:
-  // `grammar`: what the answer must follow, or null.
-  virtual void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling,
-                     std::shared_ptr<const Grammar> grammar) = 0;
-  // Forgets the request; a step in flight may still hold it.
-  virtual void end(RequestId id) = 0;
-  // Called from any thread whenever poll has something new. Set once, before the first submit.
-  virtual void set_notify(std::function<void()> notify) = 0;
-};
-
 struct EngineRequest {
   std::shared_ptr<const Prompt> prompt;
   SamplingParams sampling;
@@ -47,6 +34,16 @@ struct EngineRequest {
   // request (finish kNone) and when the engine stops.
   std::function<void(const TokenEvent&)> on_token;
   std::function<void(const absl::StatusOr<GenerateResult>&)> on_end;
+};
+
+// An executor that computes with prompts: requests are made known to it before they appear in a step.
+class ModelExecutor : public Executor {
+ public:
+  virtual void begin(RequestId id, const EngineRequest& request) = 0;
+  // Forgets the request; a step in flight may still hold it.
+  virtual void end(RequestId id) = 0;
+  // Called from any thread whenever poll has something new. Set once, before the first submit.
+  virtual void set_notify(std::function<void()> notify) = 0;
 };
 
 // As of the last step; those of Scheduler, and how long each module has computed since the start.
@@ -83,7 +80,6 @@ struct EngineConfig {
   std::shared_ptr<const PromptBuilder> prompts;
   SamplingParams default_sampling;
   std::vector<TokenId> end_tokens;
-  GrammarLimits grammar_limits;
   std::string device_name;
   int64_t encoder_bytes_a_token = 0;   // of a media token's encoder output
   RecordedScheduler::Write record;     // null: nothing is recorded
@@ -145,8 +141,7 @@ class EngineLoop : public Engine {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Command> commands_;
-  bool completed_ = false;  // the executor has something
-  bool stopping_ = false;
+  bool completed_ = false, stopping_ = false;  // the executor has something
   int64_t next_id_ = 1;
   EngineStats stats_;
   std::thread thread_;

@@ -95,17 +95,17 @@ class TorchExecutor : public ModelExecutor {
     pages_.reserve(config.num_blocks);
   }
 
-  void begin(RequestId id, std::shared_ptr<const Prompt> prompt, const SamplingParams& sampling,
-             std::shared_ptr<const Grammar> grammar) override {
+  void begin(RequestId id, const EngineRequest& request) override {
+    const std::shared_ptr<const Prompt>& prompt = request.prompt;
     std::vector<ImageSpan> images;
     for (const MediaSpan& span : prompt->media) {
       const ProcessedImage& image = *prompt->images[static_cast<size_t>(span.image_index)];
       images.push_back({span.begin, {image.grid_t, image.grid_h, image.grid_w}});
     }
     RopePositions positions = model().positions(static_cast<int64_t>(prompt->ids.size()), images);
-    Sampler sampler(sampling, files_.end_tokens, prompt->ids);
+    Sampler sampler(request.sampling, files_.end_tokens, prompt->ids);
     RequestState state{prompt, prompt->ids, std::move(positions), std::move(sampler)};
-    if (grammar != nullptr) state.grammar.emplace(std::move(grammar));
+    if (request.grammar != nullptr) state.grammar.emplace(request.grammar);
     states_.emplace(id, std::make_shared<RequestState>(std::move(state)));
   }
   void end(RequestId id) override { states_.erase(id); }

@@ -128,7 +128,7 @@ TEST_F(CompletionsTest, WrongPromptsAndFieldsAre400) {
       {{{"prompt", "a"}, {"suffix", "z"}}, "suffix", "not available yet"},
       {{{"prompt", "a"}, {"best_of", 3}}, "best_of", "not available yet"},
       {{{"prompt", "a"}, {"temperature", 9}}, "temperature", "between 0 and 2"},
-      {{{"prompt", "a"}, {"response_format", {{"type", "json_object"}}}}, "response_format", "not available yet"},
+      {{{"prompt", "a"}, {"response_format", {{"type", "yaml"}}}}, "response_format", "json_schema"},
   };
   for (const Case& c : cases) {
     const TestReply reply = complete(c.fields);
