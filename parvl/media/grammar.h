@@ -27,7 +27,7 @@ OrderedJson json_format(const OrderedJson& schema);
 OrderedJson any_json_object();
 
 struct GrammarLimits {
-  // A step: see grammar_limits.h. About a second for a compilation, and a tenth of one for a token.
+  // A step: see grammar_limits.h. Seconds at most for a compilation, and a tenth of one for a token.
   int64_t compile_steps = 40'000'000;
   int64_t token_steps = 4'000'000;
   int64_t grammar_bytes = int64_t{64} << 20;  // of one compiled grammar
@@ -57,7 +57,7 @@ class GrammarCompiler {
   GrammarCompiler(const Tokenizer& tokenizer, std::vector<TokenId> end_tokens, const GrammarLimits& limits = {});
   ~GrammarCompiler();
 
-  // Takes up to about a second, bounded by the limits; one compilation at a time. InvalidArgument in one sentence for a
+  // Milliseconds to seconds, bounded by the limits; one compilation at a time. InvalidArgument in one sentence for a
   // source that is wrong, too large, or that the compiler would not keep to in full.
   absl::StatusOr<std::shared_ptr<const Grammar>> compile(const std::string& source);
   // One that is kept already; null when there is none.

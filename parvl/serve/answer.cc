@@ -12,6 +12,8 @@ Answer::Answer(HttpConnection& connection, const Tokenizer& tokenizer, const Opt
   for (size_t i = 0; i < choices_.size(); ++i) {
     choices_[i].choice.index = static_cast<int64_t>(i);
     if (options_.reads_calls) choices_[i].calls.emplace(options_.tools);
+    if (!options_.echoes.empty())
+      choices_[i].choice.text = options_.echoes[i * options_.echoes.size() / options.choices];
   }
 }
 

@@ -26,6 +26,7 @@ class Answer {
     bool stream = false;
     bool reads_calls = false;  // of tools, written in the syntax below
     ToolSyntax tools;
+    std::vector<std::string> echoes;  // by prompt, what its answers begin with; may be empty
     ReplyFormat::Head head;
   };
   // `connection` and `tokenizer` must outlive it.

@@ -69,6 +69,10 @@ LoadedModel::LoadedModel(std::unique_ptr<Engine> loaded, int64_t max_images) : e
   rules.why_no_images = prompts().why_no_images();
   rules.max_images = max_images;
   rules.tools = prompts().tool_syntax();
+  const auto is_added = [&](const char* text) {
+    return prompts().tokenizer().is_added(prompts().tokenizer().id_of(text));
+  };
+  rules.fills_in = std::all_of(std::begin(kFillInTokens), std::end(kFillInTokens), is_added);
 }
 
 Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock& clock)

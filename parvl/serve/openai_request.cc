@@ -207,16 +207,22 @@ absl::Status refuse_unbuilt_chat(const Json& body) {
   return absl::OkStatus();
 }
 
-absl::Status refuse_unbuilt_completion(const Json& body, int64_t n) {
-  bool echo = false;
-  PARVL_RETURN_IF_ERROR(read_field(body, "echo", echo));
-  if (echo) return unavailable("echo", "repeating the prompt in the answer is");
-  std::string suffix;
-  PARVL_RETURN_IF_ERROR(read_field(body, "suffix", suffix));
-  if (!suffix.empty()) return unavailable("suffix", "filling in before a suffix is");
-  int64_t best_of = n;
+absl::Status read_completion_fields(const Json& body, const RequestRules& rules, GenerateRequest& request) {
+  PARVL_RETURN_IF_ERROR(read_field(body, "echo", request.echo));
+  if (request.echo && find_field(body, "logprobs") != nullptr) {
+    return unavailable("echo", "the prompt's log-probabilities (leave out echo, or logprobs) are");
+  }
+  PARVL_RETURN_IF_ERROR(read_field(body, "suffix", request.suffix));
+  if (!request.suffix.empty() && !rules.fills_in) {
+    return api_error(
+        400,
+        absl::StrCat("'suffix': this model has not learned to fill in text, since its tokenizer has no ",
+                     kFillInTokens[0], ", ", kFillInTokens[1], " and ", kFillInTokens[2], "; leave it out"),
+        "", "suffix");
+  }
+  int64_t best_of = request.n;
   PARVL_RETURN_IF_ERROR(read_field(body, "best_of", best_of));
-  if (best_of != n) return unavailable("best_of", "generating more choices than 'n' is");
+  if (best_of != request.n) return unavailable("best_of", "generating more choices than 'n' is");
   return absl::OkStatus();
 }
 
@@ -248,6 +254,9 @@ absl::Status read_prompts(const Json& body, const RequestRules& rules, GenerateR
   }
   for (int64_t i = 0; i < count; ++i) {
     PARVL_ASSIGN_OR_RETURN(PlainPrompt one, read_prompt(many ? (*prompt)[static_cast<size_t>(i)] : *prompt, rules));
+    if (!request.suffix.empty() && !std::holds_alternative<std::string>(one)) {
+      return api_error(400, "'suffix' needs a prompt that is text, found token ids", "", "suffix");
+    }
     request.prompts.push_back(std::move(one));
   }
   return absl::OkStatus();
@@ -269,7 +278,7 @@ absl::StatusOr<GenerateRequest> parse_request(std::string_view text, Api api, co
   request.api = api;
   PARVL_RETURN_IF_ERROR(read_field(body, "model", request.model));
   PARVL_RETURN_IF_ERROR(read_engine_fields(body, request));
-  PARVL_RETURN_IF_ERROR(chat ? refuse_unbuilt_chat(body) : refuse_unbuilt_completion(body, request.n));
+  PARVL_RETURN_IF_ERROR(chat ? refuse_unbuilt_chat(body) : read_completion_fields(body, rules, request));
   PARVL_RETURN_IF_ERROR(read_stream(body, request));
   PARVL_RETURN_IF_ERROR(read_sampling(body, rules, request));
   PARVL_RETURN_IF_ERROR(read_output_form(text, body, rules, request));

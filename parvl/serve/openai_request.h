@@ -37,6 +37,8 @@ struct GenerateRequest {
   std::vector<MediaReference> images;  // by ContentPart::image_index
   PixelRange pixels;
   std::vector<PlainPrompt> prompts;  // instead of messages
+  std::string suffix;                // that the answer is to lead to; with prompts that are text
+  bool echo = false;                 // the answer begins with the prompt
   SamplingParams sampling;
   bool has_seed = false;
   int64_t n = 1;        // choices a prompt
@@ -68,8 +70,11 @@ struct RequestRules {
   bool takes_images = false;
   std::string why_no_images = "this model takes no images";  // unless it takes them
   int64_t max_images = 0;
-  ToolSyntax tools;  // of the chat template
+  ToolSyntax tools;       // of the chat template
+  bool fills_in = false;  // the tokenizer has kFillInTokens
 };
+// Of a model that fills in text between a prompt and a suffix: before each of them, and before the answer.
+inline constexpr const char* kFillInTokens[] = {"<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"};
 // Half a sentence for a request that needs tools where there is no syntax.
 inline constexpr char kNoToolSyntax[] =
     "the chat template of this model knows no tools, or writes calls in another form than Hermes (<tool_call>) and "

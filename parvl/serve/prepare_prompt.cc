@@ -125,10 +125,18 @@ absl::StatusOr<std::vector<TokenId>> PromptMaker::tokens_of(const std::string& t
   return add_special_tokens ? tokenizer.encode_with_prefix(text, true) : tokenizer.encode(text, true);
 }
 
-absl::StatusOr<Prompt> PromptMaker::prepare_plain(const PlainPrompt& plain, const std::string& name) const {
+absl::StatusOr<Prompt> PromptMaker::prepare_plain(const PlainPrompt& plain, const std::string& suffix,
+                                                  const std::string& name) const {
   Prompt prompt;
   if (const auto* ids = std::get_if<std::vector<TokenId>>(&plain)) {
     prompt.ids = *ids;
+  } else if (!suffix.empty()) {
+    const std::string texts[] = {std::get<std::string>(plain), suffix, ""};
+    for (size_t part = 0; part < std::size(texts); ++part) {
+      prompt.ids.push_back(prompts.tokenizer().id_of(kFillInTokens[part]));
+      PARVL_ASSIGN_OR_RETURN(const std::vector<TokenId> ids, tokens_of(texts[part], false));
+      prompt.ids.insert(prompt.ids.end(), ids.begin(), ids.end());
+    }
   } else {
     PARVL_ASSIGN_OR_RETURN(prompt.ids, tokens_of(std::get<std::string>(plain)));
   }
@@ -152,7 +160,7 @@ absl::StatusOr<std::vector<Prompt>> PromptMaker::prepare(const GenerateRequest& 
   const size_t count = request.prompts.size();
   for (size_t i = 0; i < count; ++i) {
     const std::string name = count == 1 ? "the prompt" : absl::StrCat("prompt ", i + 1, " of ", count);
-    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_plain(request.prompts[i], name));
+    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_plain(request.prompts[i], request.suffix, name));
     made.push_back(std::move(prompt));
   }
   return made;

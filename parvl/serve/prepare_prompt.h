@@ -46,7 +46,8 @@ struct PromptMaker {
   absl::StatusOr<std::vector<TokenId>> tokens_of(const std::string& text, bool add_special_tokens = true) const;
 
  private:
-  absl::StatusOr<Prompt> prepare_plain(const PlainPrompt& plain, const std::string& name) const;
+  absl::StatusOr<Prompt> prepare_plain(const PlainPrompt& plain, const std::string& suffix,
+                                       const std::string& name) const;
 };
 
 }  // namespace parvl

@@ -105,9 +105,10 @@ bool names_web_items(const GenerateRequest& request) {
 struct PreparedRequest {
   std::vector<Prompt> prompts;
   std::shared_ptr<const Grammar> grammar;  // null: any text
+  std::vector<std::string> echoes = {};    // by prompt, when the answers repeat them
 };
 
-// The grammar that the request asks for, null when it asks for none. May take a second.
+// The grammar that the request asks for; null when it asks for none. May take seconds.
 absl::StatusOr<std::shared_ptr<const Grammar>> compile_grammar(Gateway& gateway, const GenerateRequest& request) {
   auto compiled = gateway.model().engine->grammars().compile(request.grammar);
   if (compiled.ok()) return compiled;
@@ -115,8 +116,8 @@ absl::StatusOr<std::shared_ptr<const Grammar>> compile_grammar(Gateway& gateway,
                    request.grammar_field);
 }
 
-// `n` generations a prompt, whose seeds follow each other.
-std::vector<RequestId> start_generations(Gateway& gateway, PreparedRequest prepared, const GenerateRequest& request,
+// `n` generations a prompt, which it takes out of `prepared`, whose seeds follow each other.
+std::vector<RequestId> start_generations(Gateway& gateway, PreparedRequest& prepared, const GenerateRequest& request,
                                          const RequestRow& row, const std::shared_ptr<Deltas>& deltas) {
   std::vector<RequestId> ids;
   for (Prompt& prompt : prepared.prompts) {
@@ -135,10 +136,12 @@ std::vector<RequestId> start_generations(Gateway& gateway, PreparedRequest prepa
   return ids;
 }
 
-Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request, const std::string& model_name) {
+Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request, const std::string& model_name,
+                               std::vector<std::string> echoes) {
   Answer::Options options;
   options.choices = static_cast<size_t>(request.choices);
   options.stream = request.stream;
+  options.echoes = std::move(echoes);
   options.reads_calls = request.reads_calls;
   options.tools = gateway.model().rules.tools;
   options.head.api = request.api;
@@ -239,12 +242,22 @@ asio::awaitable<absl::StatusOr<std::vector<Prompt>>> prepare_prompts(Gateway& ga
   co_return prompts;
 }
 
+std::vector<std::string> texts_of(const std::vector<PlainPrompt>& prompts, const Tokenizer& tokenizer) {
+  std::vector<std::string> texts;
+  for (const PlainPrompt& prompt : prompts) {
+    const auto* ids = std::get_if<std::vector<TokenId>>(&prompt);
+    texts.push_back(ids != nullptr ? tokenizer.decode(*ids, false) : std::get<std::string>(prompt));
+  }
+  return texts;
+}
+
 // On the pools' threads: messages and media become prompts, and what the answer must look like a grammar.
 asio::awaitable<absl::StatusOr<PreparedRequest>> prepare(Gateway& gateway, HttpConnection& connection,
                                                          Patience& patience, GenerateRequest& request,
                                                          MediaStage& media) {
   PreparedRequest out;
   auto prompts = co_await prepare_prompts(gateway, connection, patience, request, media);
+  if (request.echo) out.echoes = texts_of(request.prompts, gateway.model().prompts().tokenizer());
   request.forget_inputs();  // as large as the body, and not needed any more
   if (!prompts.ok()) co_return prompts.status();
   out.prompts = std::move(*prompts);
@@ -305,12 +318,13 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
                                  too_many_tokens(gateway.admission(), usage.prompt_tokens));
   }
   auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), timer, static_cast<size_t>(request->n)});
-  const std::vector<RequestId> jobs = start_generations(gateway, std::move(*prepared), *request, row, deltas);
+  const std::vector<RequestId> jobs = start_generations(gateway, *prepared, *request, row, deltas);
   deltas->timer.submitted();
   ticket->leave_line();
 
   // await deltas
-  Answer answer(connection, model.prompts().tokenizer(), answer_options(gateway, *request, model_name));
+  Answer answer(connection, model.prompts().tokenizer(),
+                answer_options(gateway, *request, model_name, std::move(prepared->echoes)));
   co_await take_all(*deltas, answer, connection, patience, request->stream);
 
   // finish

@@ -19,6 +19,13 @@ std::vector<std::string> fuzz_seeds() {
       R"( "n": 2, "cache_salt": "s", "mm_processor_kwargs": {"max_pixels": 9}, "modalities": ["text"], "function_call": "auto", "functions": []})",
       R"({"messages": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "video_url"}, {"type": 5}]}]})",
       R"({"prompt": ["a", [1, 2]], "n": 2, "logprobs": 3, "echo": false, "suffix": "", "best_of": 2, "max_tokens": 4})",
+      R"({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},)"
+      R"( {"role": "tool", "tool_call_id": "c", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", "description": "d",)"
+      R"( "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}], "parallel_tool_calls": false,)"
+      R"( "tool_choice": {"type": "function", "function": {"name": "f"}}})",
+      R"({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": true,)"
+      R"( "schema": {"$defs": {"d": {"enum": [1, "x"]}}, "anyOf": [{"$ref": "#/$defs/d"}, {"type": "array", "items": {"type": "string"}}]}}}})",
+      R"({"prompt": "a", "structured_outputs": {"choice": ["a", "b"], "regex": null}, "guided_json": "{}", "suffix": "b"})",
       R"({"prompt": [1, 2, 99], "stream": true, "stop": "x"})",
       "data:image/png;base64,aGVs\r\nbG8-_%3D",
       "data:,a%20b%",
@@ -53,6 +60,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   rules.vocab_size = 100;
   rules.takes_images = true;
   rules.max_images = 2;
+  rules.tools = {"hermes", "<t>", "<t>{\"name\": \"", "\", \"arguments\": ", "}</t>", "\n", true};
+  rules.fills_in = size % 2 == 0;
   parse_completion(text, rules);
   const auto request = parvl::parse_request(text, parvl::Api::kChat, rules);
   if (!request.ok()) {

@@ -1,4 +1,6 @@
 // Plain completions, and text ↔ tokens.
+#include "parvl/base/file.h"
+#include "parvl/serve/openai_request.h"
 #include "tests/unit/serve_fixture.h"
 
 namespace parvl {
@@ -124,8 +126,8 @@ TEST_F(CompletionsTest, WrongPromptsAndFieldsAre400) {
       {{{"prompt", Json::array({"a", "b"})}, {"n", 65}}, "prompt", "130 choices"},
       {{{"prompt", "a"}, {"logprobs", true}}, "logprobs", "whole number"},
       {{{"prompt", "a"}, {"logprobs", 21}}, "logprobs", "between 0 and 20"},
-      {{{"prompt", "a"}, {"echo", true}}, "echo", "not available yet"},
-      {{{"prompt", "a"}, {"suffix", "z"}}, "suffix", "not available yet"},
+      {{{"prompt", "a"}, {"echo", true}, {"logprobs", 1}}, "echo", "log-probabilities"},
+      {{{"prompt", "a"}, {"suffix", "z"}}, "suffix", "has not learned to fill in text"},
       {{{"prompt", "a"}, {"best_of", 3}}, "best_of", "not available yet"},
       {{{"prompt", "a"}, {"temperature", 9}}, "temperature", "between 0 and 2"},
       {{{"prompt", "a"}, {"response_format", {{"type", "yaml"}}}}, "response_format", "json_schema"},
@@ -138,6 +140,31 @@ TEST_F(CompletionsTest, WrongPromptsAndFieldsAre400) {
   }
   EXPECT_EQ(complete({{"prompt", "a"}, {"model", "other"}}).status, 404);
   EXPECT_EQ(complete({{"prompt", "a"}, {"n", 2}, {"best_of", 2}, {"echo", false}, {"suffix", nullptr}}).status, 200);
+}
+
+TEST_F(CompletionsTest, EchoBeginsWithThePrompt) {
+  start();
+  const Json fields = {{"prompt", Json::array({"ab", Json::array({99, 257})})}, {"n", 2}, {"echo", true}};
+  const Json choices = complete(fields).json()["choices"];
+  ASSERT_EQ(choices.size(), 4u);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(choices[i]["text"], i < 2 ? "abHello!" : "c<|im_end|>Hello!");
+}
+
+TEST_F(CompletionsTest, ASuffixIsFilledInBefore) {
+  const std::string path = folder_.path() + "/tokenizer.json";
+  Json tokenizer = *read_json_file(path);
+  for (const char* text : kFillInTokens) {
+    Json token = tokenizer["added_tokens"][0];
+    token["id"] = 256 + tokenizer["added_tokens"].size();
+    token["content"] = text;
+    tokenizer["added_tokens"].push_back(token);
+  }
+  ASSERT_TRUE(write_file_atomically(path, tokenizer.dump()).ok());
+  start();
+  const TestReply reply = complete({{"prompt", "a"}, {"suffix", "yz"}, {"echo", true}});
+  EXPECT_EQ(reply.json()["choices"][0]["text"], "aHello!");
+  EXPECT_THAT(script_->prompts.back().ids, testing::ElementsAre(261, 'a', 262, 'y', 'z', 263));
+  EXPECT_EQ(complete({{"prompt", Json::array({5})}, {"suffix", "z"}}).param(), "suffix");
 }
 
 TEST_F(CompletionsTest, TokenizeTextAndMessages) {
