@@ -89,6 +89,7 @@ absl::StatusOr<std::string> Timeline::start() {
     head += name_event("thread_name", kEngine, static_cast<int>(i) + 1, lanes_[i]);
   }
   write_at_end(head);
+  if (!recording()) return invalid("cannot write the trace ", path_, ": no space left, or the disk fails");
   return path_;
 }
 

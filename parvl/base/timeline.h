@@ -33,7 +33,7 @@ class Timeline {
   ~Timeline();
 
   // Begins a file, or ends it; gives its path. FailedPrecondition when it is recording already, or is not;
-  // InvalidArgument naming a path that cannot be written. A disk that gets full ends a recording with a warning.
+  // InvalidArgument naming a path that cannot be written. A disk that gets full later ends a recording with a warning.
   absl::StatusOr<std::string> start();
   absl::StatusOr<std::string> stop();
   bool recording() const { return recording_.load(std::memory_order_relaxed); }
