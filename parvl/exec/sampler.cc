@@ -134,6 +134,7 @@ absl::Span<const float> Sampler::edited(absl::Span<const float> logits, absl::Sp
 // small top_k over a large vocabulary holds few tokens and compares most of them once.
 void Sampler::gather(absl::Span<const float> logits, float max) {
   candidates_.clear();
+  if (params_.top_k <= 0) candidates_.reserve(logits.size());  // once, not by doubling
   const size_t k = params_.top_k > 0 ? static_cast<size_t>(params_.top_k) : logits.size();
   const double lowest = params_.min_p > 0 ? std::log(params_.min_p) * params_.temperature : 0;
   float floor = kNegativeInfinity;

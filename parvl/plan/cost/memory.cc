@@ -1,0 +1,181 @@
+#include "parvl/plan/cost/memory.h"
+
+#include <algorithm>
+
+namespace parvl {
+namespace {
+
+constexpr int64_t kAlign = 64;  // values (ParamTable::allocate)
+
+// Tensors one after another.
+struct Sum {
+  int64_t values = 0;
+  void tensor(int64_t count) { values += (count + kAlign - 1) / kAlign * kAlign; }
+  void linear(int64_t in, int64_t out, bool bias) {
+    tensor(in * out);
+    if (bias) tensor(out);
+  }
+  void norm(int64_t size, bool bias) {
+    tensor(size);
+    if (bias) tensor(size);
+  }
+};
+
+int64_t backbone_values(const BackboneSpec& b) {
+  const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;
+  Sum layer;
+  layer.norm(b.hidden, false);
+  layer.linear(b.hidden, q, b.qkv_bias);
+  layer.linear(b.hidden, kv, b.qkv_bias);
+  layer.linear(b.hidden, kv, b.qkv_bias);
+  layer.linear(q, b.hidden, b.out_bias);
+  layer.norm(b.hidden, false);
+  layer.linear(b.hidden, b.intermediate, b.mlp_bias);
+  layer.linear(b.hidden, b.intermediate, b.mlp_bias);
+  layer.linear(b.intermediate, b.hidden, b.mlp_bias);
+  Sum rest;
+  rest.norm(b.hidden, false);
+  rest.tensor(b.vocab * b.hidden);
+  if (!b.tied) rest.tensor(b.vocab * b.hidden);
+  return b.layers * layer.values + rest.values;
+}
+
+// Windows, RMSNorm and a gated MLP are Qwen2.5-VL's.
+bool is_gated(const ModelSpec& spec) { return spec.family == Family::kQwen25Vl; }
+
+int64_t vision_values(const ModelSpec& spec) {
+  const VisionSpec& v = *spec.vision;
+  const bool gated = is_gated(spec);
+  Sum block;
+  block.norm(v.hidden, !gated);
+  block.linear(v.hidden, 3 * v.hidden, true);
+  block.linear(v.hidden, v.hidden, true);
+  block.norm(v.hidden, !gated);
+  for (int i = 0; i < (gated ? 2 : 1); ++i) block.linear(v.hidden, v.intermediate, true);
+  block.linear(v.intermediate, v.hidden, true);
+  Sum embed;
+  embed.tensor(v.hidden * v.patch_values());
+  return v.layers * block.values + embed.values;
+}
+
+int64_t projector_values(const ModelSpec& spec) {
+  const VisionSpec& v = *spec.vision;
+  const int64_t joined = v.hidden * v.merge * v.merge;
+  Sum sum;
+  sum.norm(v.hidden, !is_gated(spec));
+  sum.linear(joined, joined, true);
+  sum.linear(joined, spec.backbone.hidden, true);
+  return sum.values;
+}
+
+int64_t wide_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
+
+// Attention of `queries` rows over `keys` rows (with `heads` heads of `dim`), inputs and output left out: what the
+// library keeps beside them. On the CPU each thread works on blocks of 256 queries and 512 keys.
+int64_t attention_scratch(int64_t queries, int64_t keys, int64_t heads, int64_t dim, DType dtype,
+                          const Target& target) {
+  const int64_t wide = wide_bytes(dtype), sums = queries * heads * wide;
+  if (target.cuda) {
+    // In float64 there is no fused kernel: the scores and their softmax are whole.
+    return sums + (dtype == DType::kFloat64 ? 3 * heads * queries * keys * wide : 0);
+  }
+  const int64_t block_q = queries >= 768 ? 256 : queries >= 192 ? 64 : 32;
+  const int64_t q = std::min(block_q, queries), k = std::min<int64_t>(512, keys);
+  const bool narrow = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+  return sums + target.threads * (q * (k + 2 + dim) * wide + (narrow ? q * k * dtype_bytes(dtype) : 0));
+}
+
+// Attention inside one layer: the worst of a piece that begins its sequence and one that continues it.
+int64_t attention_bytes(const BackboneSpec& b, DType dtype, const StepShape& s, const Target& target) {
+  const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim, bytes = dtype_bytes(dtype);
+  const int64_t out = s.tokens * q * bytes, piece = s.longest_piece, keys = s.longest_context;
+  const int64_t repeated = b.heads == b.kv_heads ? 0 : 2 * piece * q * bytes;
+  const int64_t first =
+      repeated + piece * q * bytes + attention_scratch(piece, piece, b.heads, b.head_dim, dtype, target);
+  if (keys <= piece) return out + first;
+  // Keys and values are gathered from the pages and repeated for each query head; the mask is there three times, once
+  // in the type of the queries.
+  const int64_t gathered = 2 * keys * q * bytes, gathering = 2 * (keys + 16) * kv * bytes;
+  const int64_t seen = piece > 1 ? piece * keys + 8 * (piece + keys) : 0,
+                mask = piece > 1 ? piece * keys * (1 + bytes) : 0;
+  const int64_t rest = gathered + seen +
+                       std::max(gathering, mask + piece * q * bytes +
+                                               attention_scratch(piece, keys, b.heads, b.head_dim, dtype, target));
+  return out + std::max(first, rest);
+}
+
+// What a 16-bit product on the CPU keeps beside its tensors: the inputs of few rows in float32, or what the library
+// copies of the rows that each thread works on.
+int64_t product_scratch(int64_t rows, int64_t width, DType dtype, const Target& target) {
+  if (target.cuda || (dtype != DType::kBFloat16 && dtype != DType::kFloat16)) return 0;
+  if (rows <= 8) return rows * width * 4;
+  const int64_t at_once = std::max<int64_t>(64, (128 << 10) / (width * 2));
+  return target.threads * ((32 << 10) + std::min(rows, at_once) * width * 2);
+}
+
+}  // namespace
+
+WeightBytes weight_bytes(const ModelSpec& spec, DType dtype) {
+  WeightBytes out;
+  out.backbone = backbone_values(spec.backbone) * dtype_bytes(dtype);
+  if (!spec.vision) return out;
+  out.vision_encoder = vision_values(spec) * dtype_bytes(dtype);
+  out.projector = projector_values(spec) * dtype_bytes(dtype);
+  return out;
+}
+
+int64_t kv_bytes_a_token(const BackboneSpec& spec, DType dtype) {
+  return 2 * spec.layers * spec.kv_heads * spec.head_dim * dtype_bytes(dtype);
+}
+
+int64_t visual_bytes(const ModelSpec& spec, DType dtype, int64_t patches) {
+  if (!spec.vision) return 0;
+  const int64_t merge = spec.vision->merge;
+  return patches / (merge * merge) * spec.backbone.hidden * dtype_bytes(dtype);
+}
+
+int64_t step_bytes(const BackboneSpec& b, DType dtype, const StepShape& s, const Target& target) {
+  const int64_t bytes = dtype_bytes(dtype), wide = wide_bytes(dtype);
+  const int64_t h = s.tokens * b.hidden * bytes, i = s.tokens * b.intermediate * bytes;
+  const int64_t q = s.tokens * b.heads * b.head_dim * bytes, kv = s.tokens * b.kv_heads * b.head_dim * bytes;
+  // All the time: token ids, angles, image embeddings with their rows, and where keys and values go.
+  const int64_t always =
+      s.tokens * (8 + b.head_dim * wide + (target.cuda ? 24 : 0)) + s.visual_tokens * (b.hidden * bytes + 8);
+  // In a layer: its input; queries, keys and values before and after their rotation (the values need none).
+  const int64_t rotated = h + 2 * q + 3 * kv;
+  const int64_t projecting = rotated + 2 * h;
+  const int64_t attending = rotated + attention_bytes(b, dtype, s, target);
+  const int64_t mixing = rotated + q + 2 * h + product_scratch(s.tokens, b.heads * b.head_dim, dtype, target);
+  const int64_t feeding =
+      rotated + q + 3 * h + 3 * i + product_scratch(s.tokens, b.intermediate, dtype, target) + s.tokens * wide;
+  // The output matrix: the rows, normed; logits in the model's type, and on a GPU in float32 as well.
+  const int64_t logits = s.sampled * (3 * b.hidden * bytes + b.vocab * (bytes + (bytes == 4 ? 0 : 4)));
+  return always + std::max({projecting, attending, mixing, feeding, h + logits});
+}
+
+// A row that the request's fields have edited, and 16 bytes for each token that may be drawn.
+int64_t sampling_bytes(const BackboneSpec& spec, int64_t sampled) { return sampled * spec.vocab * (4 + 16); }
+
+int64_t encode_bytes(const ModelSpec& spec, DType dtype, int64_t patches, const Target& target) {
+  if (!spec.vision) return 0;
+  const VisionSpec& v = *spec.vision;
+  const bool gated = is_gated(spec);
+  const int64_t bytes = dtype_bytes(dtype), wide = wide_bytes(dtype);
+  const int64_t pixels = patches * v.patch_values(), h = patches * v.hidden * bytes;
+  const int64_t i = patches * v.intermediate * bytes;
+  const int64_t always = 4 * pixels + patches * (v.head_dim() * wide + (gated ? 8 : 0));
+  const int64_t embedding = (gated ? 4 * pixels : 0) + (bytes == 4 ? 0 : bytes * pixels) + h +
+                            product_scratch(patches, v.patch_values(), dtype, target);
+  // In a block: its input; queries, keys and values; the first two rotated.
+  const int64_t rotated = 6 * h;
+  // The outputs of windows one by one, then joined.
+  const int64_t attending =
+      rotated + (gated ? 2 : 1) * h + attention_scratch(patches, patches, v.heads, v.head_dim(), dtype, target);
+  const bool three = gated || v.activation == "quick_gelu";
+  const int64_t feeding = rotated + 3 * h + std::max((three ? 3 : 2) * i, (gated ? 3 : 2) * i + h) +
+                          2 * patches * wide + product_scratch(patches, v.intermediate, dtype, target);
+  const int64_t projecting = 4 * h + 2 * visual_bytes(spec, dtype, patches);
+  return always + std::max({embedding, attending, feeding, projecting});
+}
+
+}  // namespace parvl
