@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -15,6 +16,7 @@ struct Context {
   const Clock& clock;
   std::string version;
   std::string program_folder;              // of the running executable, absolute
+  int64_t memory_limit_bytes = 0;          // to use no more memory of the device than this; 0: what the system says
   std::function<absl::Status()> selected;  // what to run after the command line was read; set by run_with
 };
 

@@ -11,6 +11,7 @@
 #include "apps/media_files.h"
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
+#include "parvl/base/log.h"
 #include "parvl/base/text.h"
 #include "parvl/exec/generator.h"
 #include "parvl/exec/sampler.h"
@@ -102,6 +103,18 @@ absl::StatusOr<std::shared_ptr<const Grammar>> read_grammar(const std::string& p
   return grammar;
 }
 
+// An answer without a limit is counted as one of usual length.
+RequestSize size_of(const Prompt& prompt, const SamplingParams& sampling, const Generator& generator) {
+  constexpr int64_t kUsualAnswer = 1024;
+  RequestSize size;
+  size.prompt_tokens = std::max<int64_t>(1, static_cast<int64_t>(prompt.ids.size()));
+  const int64_t answer = sampling.max_tokens < 0 ? kUsualAnswer : sampling.max_tokens;
+  const int64_t room = std::max(size.prompt_tokens, generator.max_model_len()) - size.prompt_tokens;
+  size.tokens = size.prompt_tokens + std::min(answer, room);
+  for (const auto& image : prompt.images) size.max_patches = std::max(size.max_patches, image->num_patches());
+  return size;
+}
+
 Json logprobs_json(const std::vector<TokenLogprob>& logprobs) {
   Json list = Json::array();
   for (const TokenLogprob& entry : logprobs) {
@@ -139,10 +152,12 @@ absl::Status run_generate(const GenerateFlags& flags) {
   if (!flags.audio.empty()) return not_available_yet("--audio");
   if (!flags.video.empty()) return not_available_yet("--video");
   if (!is_valid_utf8(flags.prompt)) return invalid("--prompt ", excerpt(flags.prompt), " is not UTF-8 text");
-  PARVL_ASSIGN_OR_RETURN(auto generator, Generator::load(flags.model, flags.generator));
+  const Heartbeat heartbeat(flags.generator.load.startup);
+  PARVL_ASSIGN_OR_RETURN(auto generator, Generator::open(flags.model, flags.generator));
   PARVL_ASSIGN_OR_RETURN(const SamplingParams sampling, read_sampling(flags, *generator));
   PARVL_ASSIGN_OR_RETURN(const Prompt prompt, read_prompt(flags, generator->prompts()));
   PARVL_ASSIGN_OR_RETURN(const auto grammar, read_grammar(flags.json_schema, generator->grammars()));
+  PARVL_RETURN_IF_ERROR(generator->load_weights(size_of(prompt, sampling, *generator)));
   const auto show = [&flags](const TokenEvent& event) {
     if (flags.json) return true;
     std::fwrite(event.text.data(), 1, event.text.size(), stdout);
@@ -207,7 +222,12 @@ void add_generate_command(CLI::App& app, Context& context) {
                       "Context in tokens; 0, the default: the model's");
   command->add_flag("--json", flags->json, "One JSON object: text, token_ids, prompt_tokens, logprobs, finish_reason");
   flags->generator.clock = &context.clock;
-  run_with(*command, context, [flags] { return run_generate(*flags); });
+  run_with(*command, context, [flags, &context] {
+    LoadOptions& load = flags->generator.load;
+    load.memory_limit_bytes = context.memory_limit_bytes;
+    load.startup = std::make_shared<Startup>(context.clock, [](const std::string& line) { log_info(line); });
+    return run_generate(*flags);
+  });
 }
 
 }  // namespace parvl

@@ -1,5 +1,6 @@
 // The program `parvl`: reads the command line, runs one command, and turns its status into the exit code and the last
 // line on standard error.
+#include <absl/strings/numbers.h>
 #include <absl/strings/str_join.h>
 
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "apps/commands.h"
+#include "parvl/base/env.h"
 #include "parvl/base/memory.h"
 #include "parvl/base/signal.h"
 #include "parvl/base/text.h"
@@ -100,6 +102,11 @@ int report(int code, const std::string& sentence) {
 int run(int argc, char** argv) {
   const RealClock clock;
   Context context{clock, PARVL_VERSION, std::filesystem::read_symlink("/proc/self/exe").parent_path().string(), {}};
+  if (const std::string limit = get_env("PARVL_MEMORY_LIMIT"); !limit.empty()) {
+    if (!absl::SimpleAtoi(limit, &context.memory_limit_bytes) || context.memory_limit_bytes < 1) {
+      return report(2, "PARVL_MEMORY_LIMIT must be a number of bytes, found " + excerpt(limit));
+    }
+  }
   CLI::App app("ParVL trains and serves multimodal language models on clusters whose parts are unlike each other.",
                "parvl");
   app.set_version_flag("--version", "parvl " + context.version);

@@ -1,10 +1,12 @@
 // parvl serve: the OpenAI-compatible server.
 #include <absl/strings/numbers.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <future>
 #include <memory>
 #include <random>
 
@@ -102,6 +104,22 @@ std::string example_request(const ServeFlags& flags, const std::string& url, boo
   return absl::StrCat("try: curl ", url, "/v1/chat/completions", key, " -d '", body.dump(), "'");
 }
 
+// One short generation, so that the first request does not pay for what is made once.
+absl::Status warm_up(Engine& engine) {
+  EngineRequest request;
+  auto prompt = std::make_shared<Prompt>();
+  prompt->ids.assign(static_cast<size_t>(std::clamp<int64_t>(engine.max_model_len() - 2, 1, 64)), 0);
+  request.prompt = std::move(prompt);
+  request.sampling.max_tokens = 2;
+  request.sampling.temperature = 0;
+  request.sampling.ignore_eos = true;
+  auto ended = std::make_shared<std::promise<absl::Status>>();
+  request.on_token = [](const TokenEvent&) {};
+  request.on_end = [ended](const absl::StatusOr<GenerateResult>& result) { ended->set_value(result.status()); };
+  engine.submit(std::move(request));
+  return with_context(ended->get_future().get(), "the first generation");
+}
+
 absl::Status start_trace(ServeFlags& flags, const Clock& clock) {
   if (flags.trace.path.empty()) {
     return flags.trace_wait ? invalid("--trace-wait says when --trace FILE begins; give that too") : absl::OkStatus();
@@ -140,13 +158,22 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
     PARVL_ASSIGN_OR_RETURN(flags.serve.media.images, MediaWorkerPool::start(workers, context.clock));
   }
   PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
+  const auto startup = std::make_shared<Startup>(context.clock, [](const std::string& line) { log_info(line); });
+  flags.engine.load.startup = startup;
+  flags.engine.load.memory_limit_bytes = context.memory_limit_bytes;
+  auto heartbeat = std::make_unique<Heartbeat>(startup);
   bool takes_images = false;
-  const auto load = [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
+  const auto load = [&flags, &context, &takes_images, startup]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.serve.model_dir, flags.engine, context.clock));
+    startup->begin("warm-up");
+    PARVL_RETURN_IF_ERROR(warm_up(*engine));
+    startup->begin("listening");
     takes_images = engine->prompts().has_images();
     return engine;
   };
   const absl::Status status = server->run(load, [&] {
+    startup->finish();
+    heartbeat.reset();
     std::printf("parvl ready %s\n", server->url().c_str());
     std::fflush(stdout);
     log_info(example_request(flags, server->url(), takes_images));
@@ -159,7 +186,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
 }
 
 void add_unavailable_options(CLI::App& command, ServeFlags& flags) {
-  for (const char* name : {"--config", "--device-map", "--gpu-memory-utilization"}) {
+  for (const char* name : {"--config", "--device-map"}) {
     CLI::Option* option = command.add_option(name, flags.unavailable_value, "Not available yet")
                               ->expected(0, 1)
                               ->group("Not available yet");
@@ -209,9 +236,12 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--max-num-batched-tokens", engine.max_batched_tokens, "Tokens a step; longer prompts are cut")
       ->capture_default_str();
   command->add_option("--kv-cache-memory-bytes", engine.kv_cache_bytes,
-                      "Memory for keys and values; 0, the default: a quarter of what is free, at most 8 GiB");
-  command->add_option("--encoder-cache-bytes", engine.encoder_cache_bytes, "Memory for encoded images")
-      ->capture_default_str();
+                      "Memory for keys and values; 0, the default: a quarter of what is left, at most 8 GiB; all that "
+                      "is left of a GPU's");
+  command->add_option("--encoder-cache-bytes", engine.encoder_cache_bytes,
+                      "Memory for encoded images; 0, the default: an eighth of what is left, at most 1 GiB");
+  command->add_option("--gpu-memory-utilization", engine.load.memory_utilization,
+                      "Share of a GPU's memory to use (default 0.9); of the CPU's free memory (default 1)");
   command->add_flag("--enable-prefix-caching,!--no-enable-prefix-caching", engine.prefix_caching,
                     "Keep the keys and values of prompts for requests that begin alike (default: on)");
   command

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace parvl {
 
-int64_t resident_bytes();       // now; 0 where the system does not say
-int64_t available_bytes();      // what the machine could still give to programs
+int64_t resident_bytes();  // now; 0 where the system does not say
+// What this process could still get: what the machine could give to programs, or less where a control group limits it.
+int64_t available_bytes();
+// The same by the files of /proc and /sys under `root`, for tests. 0 where the system does not say.
+int64_t available_bytes_under(const std::string& root);
 int64_t peak_resident_bytes();  // the most since the process started
 
 // Memory for a program that computes; call once, first thing in main. Freed blocks of up to 32 MiB stay with the

@@ -1,7 +1,5 @@
 #include "parvl/exec/engine_load.h"
 
-#include <absl/strings/str_format.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -10,7 +8,6 @@
 #include <utility>
 
 #include "parvl/base/log.h"
-#include "parvl/base/memory.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/load.h"
 #include "parvl/exec/torch_executor.h"
@@ -19,52 +16,49 @@
 namespace parvl {
 namespace {
 
-constexpr int64_t kPrefixShare = 4;
-constexpr int64_t kMaxDefaultKvBytes = int64_t{8} << 30;
-
-// Keys and values of one block in all layers.
-int64_t block_bytes(const BackboneSpec& spec, int64_t block_size, int64_t value_bytes) {
-  return 2 * spec.layers * spec.kv_heads * spec.head_dim * block_size * value_bytes;
+// Patches of the largest image that the processor makes, and that a prompt has room for.
+int64_t largest_image(const LoadedFiles& files) {
+  if (!files.prompts->has_images()) return 0;
+  const ImageProcessorConfig& images = files.prompts->image_processor().config();
+  const int64_t merge = images.merge_size, patch = images.patch_size;
+  return std::min(images.max_pixels / (patch * patch), files.max_model_len * merge * merge);
 }
 
-std::string mebibytes(int64_t bytes) { return absl::StrFormat("%.1f", static_cast<double>(bytes) / (1 << 20)); }
+// Before the weights are there: says what does not fit.
+absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const EngineOptions& options) {
+  ServingSettings settings;
+  settings.dtype = files.dtype;
+  settings.max_model_len = files.max_model_len;
+  settings.max_seqs = options.max_seqs;
+  settings.max_batched_tokens = options.max_batched_tokens;
+  settings.block_size = KvPages::kBlockSize;
+  settings.kv_cache_bytes = options.kv_cache_bytes;
+  settings.encoder_cache_bytes = options.encoder_cache_bytes;
+  settings.max_patches = largest_image(files);
+  settings.prefix_caching = options.prefix_caching;
+  return plan_serving_memory(files.model->spec(), settings, memory_there(files, options.load));
+}
 
-absl::StatusOr<SchedulerConfig> plan_memory(const LoadedFiles& files, const EngineOptions& options,
-                                            int64_t value_bytes) {
+absl::StatusOr<SchedulerConfig> scheduler_config(const LoadedFiles& files, const EngineOptions& options,
+                                                 const ServingMemory& memory) {
   SchedulerConfig config;
   config.block_size = KvPages::kBlockSize;
   config.max_model_len = files.max_model_len;
   config.max_seqs = options.max_seqs;
   config.max_batched_tokens = options.max_batched_tokens;
-  config.encoder_cache_bytes = options.encoder_cache_bytes;
+  config.encoder_cache_bytes = memory.encoder_cache;
   config.prefix_caching = options.prefix_caching;
-  const int64_t bytes = block_bytes(files.model->spec().backbone, config.block_size, value_bytes);
-  const int64_t blocks_a_sequence = (config.max_model_len + config.block_size - 1) / config.block_size;
-  // Beyond what can run at once, memory only helps to keep prefixes.
-  const int64_t useful =
-      std::max<int64_t>(1, options.max_seqs) * blocks_a_sequence * (options.prefix_caching ? kPrefixShare : 1);
-  const int64_t budget =
-      options.kv_cache_bytes > 0 ? options.kv_cache_bytes : std::min(available_bytes() / 4, kMaxDefaultKvBytes);
-  config.num_blocks = std::min(budget / bytes, useful);
-  if (config.num_blocks < blocks_a_sequence) {
-    return invalid("--max-model-len ", config.max_model_len, " needs ", blocks_a_sequence * bytes >> 20,
-                   " MiB of KV memory for one sequence, and there are ", budget >> 20,
-                   "; lower --max-model-len, or raise --kv-cache-memory-bytes");
-  }
+  config.num_blocks = memory.num_blocks;
   PARVL_RETURN_IF_ERROR(validate(config));
   return config;
 }
 
-void log_plan(const LoadedFiles& files, const SchedulerConfig& config, double seconds) {
-  int64_t weights = 0;
-  for (const Param* param : files.model->params().owned()) weights += static_cast<int64_t>(param->value.nbytes());
-  log_info("weights: ", mebibytes(weights), " MiB on ", device_text(files.device), ", loaded in ",
-           absl::StrFormat("%.1f", seconds), " s");
-  const int64_t value_bytes = static_cast<int64_t>(files.model->params().owned().front()->value.element_size());
-  const int64_t bytes = block_bytes(files.model->spec().backbone, config.block_size, value_bytes);
+void log_plan(const LoadedFiles& files, const SchedulerConfig& config, const ServingMemory& memory) {
+  log_info("weights: ", bytes_text(memory.weights), " on ", device_text(files.device));
   log_info("KV memory: ", config.num_blocks * config.block_size, " tokens in ", config.num_blocks, " blocks (",
-           mebibytes(config.num_blocks * bytes), " MiB); up to ", config.max_seqs, " requests of up to ",
-           config.max_model_len, " tokens at once");
+           bytes_text(memory.kv), "); up to ", config.max_seqs, " requests of up to ", config.max_model_len,
+           " tokens at once; a step takes up to ", bytes_text(memory.step + memory.encode), " more, encoded images ",
+           bytes_text(memory.encoder_cache));
 }
 
 absl::StatusOr<RecordedScheduler::Write> open_record(const std::string& path) {
@@ -83,18 +77,18 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
   PARVL_RETURN_IF_ERROR(catch_exceptions("cannot load " + dir, [&]() -> absl::Status {
     EngineConfig config;
     PARVL_ASSIGN_OR_RETURN(config.record, open_record(options.record_path));
-    const double start = clock.now_seconds();
-    PARVL_ASSIGN_OR_RETURN(LoadedFiles files, load_files(dir, options.load));
-    const double loaded = clock.now_seconds();
-    const int64_t value_bytes = static_cast<int64_t>(files.model->params().owned().front()->value.element_size());
-    PARVL_ASSIGN_OR_RETURN(config.scheduler, plan_memory(files, options, value_bytes));
+    PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, options.load));
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options));
+    PARVL_ASSIGN_OR_RETURN(config.scheduler, scheduler_config(files, options, memory));
+    PARVL_RETURN_IF_ERROR(load_weights(files, dir, options.load));
     config.prompts = files.prompts;
     config.default_sampling = files.sampling;
     config.timeline = options.timeline;
     config.end_tokens = files.end_tokens;
     config.device_name = device_text(files.device);
-    config.encoder_bytes_a_token = files.model->spec().backbone.hidden * value_bytes;
-    log_plan(files, config.scheduler, loaded - start);
+    config.encoder_bytes_a_token = files.model->spec().backbone.hidden * dtype_bytes(files.dtype);
+    log_plan(files, config.scheduler, memory);
+    if (options.load.startup != nullptr) options.load.startup->begin("KV memory");
     auto executor = make_torch_executor(std::move(files), config.scheduler, clock);
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();

@@ -14,14 +14,15 @@ struct EngineOptions {
   LoadOptions load;
   int64_t max_seqs = 64;
   int64_t max_batched_tokens = 2048;
-  int64_t kv_cache_bytes = 0;  // 0: a quarter of the free memory, at most 8 GiB; never more than is of use
-  int64_t encoder_cache_bytes = int64_t{1} << 30;
+  int64_t kv_cache_bytes = 0;       // 0: a quarter of what is left, at most 8 GiB; all that is left of a GPU's
+  int64_t encoder_cache_bytes = 0;  // 0: an eighth of what is left, at most 1 GiB
   bool prefix_caching = true;
   std::string record_path;             // "": nothing is recorded; else what `parvl replay` reads
   std::shared_ptr<Timeline> timeline;  // null: there is none
 };
 
-// Errors as load_files; InvalidArgument too for limits that make no sense together. `clock` must outlive the engine.
+// Errors as read_files; InvalidArgument too for limits that make no sense together, and, before any weight is read, for
+// what does not fit the memory there is (plan/cost/fit.h). `clock` must outlive the engine.
 absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, const EngineOptions& options,
                                                     const Clock& clock);
 

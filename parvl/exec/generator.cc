@@ -16,8 +16,20 @@ namespace {
 
 class TorchGenerator : public Generator {
  public:
-  TorchGenerator(LoadedFiles files, const Clock* clock)
-      : files_(std::move(files)), clock_(clock), grammars_(files_.prompts->tokenizer(), files_.end_tokens) {}
+  TorchGenerator(LoadedFiles files, const std::string& dir, const GeneratorOptions& options)
+      : files_(std::move(files)),
+        dir_(dir),
+        load_(options.load),
+        clock_(options.clock),
+        grammars_(files_.prompts->tokenizer(), files_.end_tokens) {}
+
+  absl::Status load_weights(const RequestSize& largest) override {
+    return catch_exceptions("cannot load " + dir_, [&]() -> absl::Status {
+      const OneRequest request{files_.dtype, largest.prompt_tokens, largest.tokens, largest.max_patches};
+      PARVL_RETURN_IF_ERROR(check_one_request(model().spec(), request, memory_there(files_, load_)));
+      return parvl::load_weights(files_, dir_, load_);
+    });
+  }
 
   const PromptBuilder& prompts() const override { return *files_.prompts; }
   int64_t max_model_len() const override { return files_.max_model_len; }
@@ -138,19 +150,27 @@ class TorchGenerator : public Generator {
   const Model& model() const { return *files_.model; }
 
   LoadedFiles files_;
+  const std::string dir_;
+  const LoadOptions load_;
   const Clock* clock_;
   GrammarCompiler grammars_;
 };
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Generator>> Generator::load(const std::string& dir, const GeneratorOptions& options) {
+absl::StatusOr<std::unique_ptr<Generator>> Generator::open(const std::string& dir, const GeneratorOptions& options) {
   std::unique_ptr<Generator> out;
   PARVL_RETURN_IF_ERROR(catch_exceptions("cannot load " + dir, [&]() -> absl::Status {
-    PARVL_ASSIGN_OR_RETURN(LoadedFiles files, load_files(dir, options.load));
-    out = std::make_unique<TorchGenerator>(std::move(files), options.clock);
+    PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, options.load));
+    out = std::make_unique<TorchGenerator>(std::move(files), dir, options);
     return absl::OkStatus();
   }));
+  return out;
+}
+
+absl::StatusOr<std::unique_ptr<Generator>> Generator::load(const std::string& dir, const GeneratorOptions& options) {
+  PARVL_ASSIGN_OR_RETURN(std::unique_ptr<Generator> out, open(dir, options));
+  PARVL_RETURN_IF_ERROR(out->load_weights({}));
   return out;
 }
 

@@ -21,10 +21,23 @@ struct GeneratorOptions {
   const Clock* clock = nullptr;  // of the times in GenerateResult, which stay 0 without one; must outlive the generator
 };
 
-// A loaded model directory. Not thread-safe: one caller at a time.
+// The largest request that is to come.
+struct RequestSize {
+  int64_t prompt_tokens = 1;
+  int64_t tokens = 1;       // with the answer
+  int64_t max_patches = 0;  // of one image
+};
+
+// A model directory. Not thread-safe: one caller at a time.
 class Generator {
  public:
-  // Errors: exit_code(status) = 2 for a directory that is missing, incomplete or unsupported.
+  // All but the weights, enough to make prompts. Errors: exit_code(status) = 2 for a directory that is missing,
+  // incomplete or unsupported.
+  static absl::StatusOr<std::unique_ptr<Generator>> open(const std::string& dir, const GeneratorOptions& options);
+  // To be called before generate(). InvalidArgument, before any weight is read, when they do not fit with such a
+  // request.
+  virtual absl::Status load_weights(const RequestSize& largest) = 0;
+  // Both.
   static absl::StatusOr<std::unique_ptr<Generator>> load(const std::string& dir, const GeneratorOptions& options);
   virtual ~Generator() = default;
 

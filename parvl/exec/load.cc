@@ -1,5 +1,8 @@
 #include "parvl/exec/load.h"
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
 #include <limits>
 
 #include "parvl/base/file.h"
@@ -46,12 +49,16 @@ absl::Status read_defaults(const std::string& dir, const ModelSpec& spec, Loaded
 
 }  // namespace
 
-absl::StatusOr<LoadedFiles> load_files(const std::string& dir, const LoadOptions& options) {
+absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions& options) {
+  if (options.startup != nullptr) options.startup->begin("files");
   LoadedFiles out;
   PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(dir));
-  DType dtype = spec.dtype;
+  out.dtype = spec.dtype;
   if (options.dtype != "auto") {
-    PARVL_ASSIGN_OR_RETURN(dtype, parse_dtype(options.dtype));
+    PARVL_ASSIGN_OR_RETURN(out.dtype, parse_dtype(options.dtype));
+  }
+  if (!(options.memory_utilization >= 0 && options.memory_utilization <= 1)) {
+    return invalid("--gpu-memory-utilization must be above 0 and at most 1, found ", options.memory_utilization);
   }
   out.max_model_len = spec.backbone.max_positions;
   if (options.max_model_len < 0)
@@ -71,9 +78,30 @@ absl::StatusOr<LoadedFiles> load_files(const std::string& dir, const LoadOptions
   // Before a damaged configuration asks for absurd memory.
   PARVL_RETURN_IF_ERROR(match_weights(*out.model, dir).status());
   PARVL_ASSIGN_OR_RETURN(out.device, select_device(options.device));
-  out.model->params().allocate(to_scalar_type(dtype), out.device);
-  PARVL_RETURN_IF_ERROR(load_weights(*out.model, dir));
   return out;
+}
+
+MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options) {
+  const bool cuda = files.device.is_cuda();
+  const DeviceMemory memory = device_memory(files.device);
+  const double share = options.memory_utilization > 0 ? options.memory_utilization : cuda ? 0.9 : 1.0;
+  // What others hold counts against our share of a device.
+  const auto kept = static_cast<int64_t>((1 - share) * static_cast<double>(memory.total));
+  MemoryThere out;
+  out.bytes = std::max<int64_t>(0, memory.free - kept);
+  if (options.memory_limit_bytes > 0) out.bytes = std::min(out.bytes, options.memory_limit_bytes);
+  out.name = cuda ? absl::StrCat("of the memory of ", device_text(files.device)) : "of the CPU's memory";
+  out.target = {cuda, at::get_num_threads()};
+  return out;
+}
+
+absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options) {
+  Startup* startup = options.startup.get();
+  if (startup != nullptr) startup->begin("weights");
+  files.model->params().allocate(to_scalar_type(files.dtype), files.device);
+  return load_weights(*files.model, dir, [startup](int64_t done, int64_t total) {
+    if (startup != nullptr) startup->progress(done, total);
+  });
 }
 
 }  // namespace parvl

@@ -10,6 +10,7 @@
 #include "parvl/exec/load_options.h"
 #include "parvl/media/prompt.h"
 #include "parvl/models/model.h"
+#include "parvl/plan/cost/fit.h"
 #include "parvl/sched/sampling.h"
 
 namespace parvl {
@@ -20,11 +21,16 @@ struct LoadedFiles {
   SamplingParams sampling;  // generation_config.json over OpenAI's defaults
   std::vector<TokenId> end_tokens;
   at::Device device = at::kCPU;
+  DType dtype = DType::kFloat32;
   int64_t max_model_len = 0;
 };
 
-// Errors: exit_code(status) = 2 for a directory that is missing, incomplete or unsupported. Exceptions of libtorch pass
-// through.
-absl::StatusOr<LoadedFiles> load_files(const std::string& dir, const LoadOptions& options);
+// All but the weights: the model's parameters have no tensors yet. Errors: exit_code(status) = 2 for a directory that
+// is missing, incomplete or unsupported. Exceptions of libtorch pass through.
+absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions& options);
+// What may be used of the device's memory, before the weights are there.
+MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options);
+// Allocates the parameters and fills them.
+absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options);
 
 }  // namespace parvl

@@ -105,11 +105,16 @@ absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, cons
   return out;
 }
 
-absl::Status load_weights(Model& model, const std::string& dir) {
+absl::Status load_weights(Model& model, const std::string& dir, const std::function<void(int64_t, int64_t)>& progress) {
   PARVL_ASSIGN_OR_RETURN(const std::vector<StoredTensor> stored, match_weights(model, dir));
   const auto& params = model.params().all();
+  uint64_t total = 0, done = 0;
+  for (const StoredTensor& tensor : stored) total += tensor.entry.bytes;
   for (size_t i = 0; i < params.size(); ++i) {
-    if (params[i]->tied_to == nullptr) fill(*params[i], stored[i]);
+    if (params[i]->tied_to != nullptr) continue;
+    fill(*params[i], stored[i]);
+    done += stored[i].entry.bytes;
+    if (progress) progress(static_cast<int64_t>(done), static_cast<int64_t>(total));
   }
   model.params().link_tied();
   return absl::OkStatus();

@@ -1,6 +1,7 @@
 // Hugging Face directories: weights in and out, one safetensors file or the sharded index, by mmap.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,9 @@ namespace parvl {
 absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, const std::string& dir);
 
 // Fills the model's allocated parameters (value, and master where that is its own tensor) from DIR, converting dtypes.
-absl::Status load_weights(Model& model, const std::string& dir);
+// `progress` hears how many of how many bytes of the files are done, after each tensor.
+absl::Status load_weights(Model& model, const std::string& dir,
+                          const std::function<void(int64_t done, int64_t total)>& progress = {});
 
 // Files of a model directory beside config.json and the weights: what the tokenizer, the chat template, the
 // preprocessor and generation are read from, in any of their layouts.

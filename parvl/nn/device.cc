@@ -60,6 +60,15 @@ void synchronize(at::Device device) {
   if (device.is_cuda()) c10::impl::VirtualGuardImpl(at::kCUDA).synchronizeDevice(device.index());
 }
 
+DeviceMemory device_memory(at::Device device) {
+  if (!device.is_cuda()) {
+    const int64_t free = available_bytes();
+    return {free, free};
+  }
+  const auto [free, total] = at::getDeviceAllocator(at::kCUDA)->getMemoryInfo(device.index());
+  return {static_cast<int64_t>(free), static_cast<int64_t>(total)};
+}
+
 int64_t memory_in_use(at::Device device) {
   if (!device.is_cuda()) return resident_bytes();
   const auto stats = at::getDeviceAllocator(at::kCUDA)->getDeviceStats(device.index());

@@ -24,6 +24,12 @@ std::string device_text(at::Device device);
 // Waits until the device has finished what this thread queued.
 void synchronize(at::Device device);
 
+struct DeviceMemory {
+  int64_t free = 0;   // what this process could still get
+  int64_t total = 0;  // of the device; of the CPU the same as `free`
+};
+DeviceMemory device_memory(at::Device device);
+
 // Most bytes that tensors held at once on a GPU; the process's resident bytes on the CPU.
 int64_t memory_in_use(at::Device device);
 

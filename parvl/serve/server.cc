@@ -27,7 +27,6 @@ using asio::ip::tcp;
 using std::chrono::milliseconds;
 
 constexpr rlim_t kOtherDescriptors = 256;
-constexpr milliseconds kProgress{4000};    // between lines while the model loads
 constexpr milliseconds kAcceptPause{100};  // after a failed accept (no free descriptor, say)
 constexpr milliseconds kLastWords{1000};   // for requests that were cut to say so
 constexpr milliseconds kLastFlush{50};     // for answers under way once nothing is left to do
@@ -101,7 +100,6 @@ struct Server::Impl {
   ~Impl() {
     gateway.stop();
     stop_signal.reset();
-    progress.reset();
     deadline.reset();
     acceptor.reset();
     io.reset();
@@ -109,7 +107,6 @@ struct Server::Impl {
 
   absl::Status open_acceptor();
   asio::awaitable<void> accept_loop();
-  asio::awaitable<void> report_progress();
   void start_loading(const Loader& load, const std::function<void()>& on_ready);
   void loading_done(const std::function<void()>& on_ready);
   void watch_stop_descriptor();
@@ -121,7 +118,7 @@ struct Server::Impl {
   Gateway gateway;
   HttpShared shared;
   std::optional<tcp::acceptor> acceptor;
-  std::optional<asio::steady_timer> progress, deadline;
+  std::optional<asio::steady_timer> deadline;
   std::optional<asio::posix::stream_descriptor> stop_signal;
   std::shared_ptr<Loading> loading = std::make_shared<Loading>();
   std::thread loader;
@@ -170,15 +167,6 @@ asio::awaitable<void> Server::Impl::accept_loop() {
   }
 }
 
-asio::awaitable<void> Server::Impl::report_progress() {
-  for (int64_t seconds = kProgress.count() / 1000;; seconds += kProgress.count() / 1000) {
-    progress->expires_after(kProgress);
-    const auto [error] = co_await progress->async_wait(kAwait);
-    if (error || gateway.state() != Gateway::State::kLoading) co_return;
-    log_info("loading ", options.model_dir, " ... ", seconds, " s");
-  }
-}
-
 void Server::Impl::start_loading(const Loader& load, const std::function<void()>& on_ready) {
   log_info("loading ", options.model_dir);
   loader = std::thread([this, load, on_ready, state = loading, max_images = options.media.max_images] {
@@ -197,7 +185,6 @@ void Server::Impl::start_loading(const Loader& load, const std::function<void()>
 }
 
 void Server::Impl::loading_done(const std::function<void()>& on_ready) {
-  progress->cancel();
   if (!loading->model.ok()) {
     result = loading->model.status();
     io->stop();
@@ -259,12 +246,10 @@ std::string Server::url() const {
 
 absl::Status Server::run(const Loader& load, const std::function<void()>& on_ready) {
   Impl& impl = *impl_;
-  impl.progress.emplace(*impl.io);
   impl.deadline.emplace(*impl.io);
   impl.watch_stop_descriptor();
   impl.start_loading(load, on_ready);
   asio::co_spawn(*impl.io, impl.accept_loop(), asio::detached);
-  asio::co_spawn(*impl.io, impl.report_progress(), asio::detached);
   impl.io->run();
   {
     std::lock_guard lock(impl.loading->mutex);

@@ -16,6 +16,7 @@ INCLUDE_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parvl/nn/", "parvl/plan/model_spec.h"): _SPEC,
     ("parvl/models/", "parvl/plan/model_spec.h"): _SPEC,
     ("parvl/exec/", "parvl/plan/model_spec.h"): _SPEC,
+    ("parvl/exec/load", "parvl/plan/cost/fit.h"): "what fits is one set of formulas for serving, planning and training",
     ("parvl/exec/", "parvl/nn/attention.h"): "the interface through which a decoder layer reaches the cache",
     ("parvl/exec/", "parvl/nn/device.h"): "which device computes is one question for serving and training",
     ("parvl/exec/kv_cache.h:", "torch's headers"): "pages are tensors; nothing but exec's own sources includes it",
