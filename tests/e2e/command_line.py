@@ -50,13 +50,16 @@ class CommandLine(unittest.TestCase):
 
     def signalled(self, number, **kwargs):
         """The exit status and the errors of a command that gets a signal before its main begins."""
-        with subprocess.Popen([PARVL, "eval", "--model", "no-such-folder", "--data", "easy-vqa:test"], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, **kwargs) as process:
-            while not self.signals(process, "SigBlk") >> (number - 1) & 1:
-                self.assertIsNone(process.poll())
-            process.send_signal(number)
-            errors = process.stderr.read().splitlines()
-            return process.wait(60), errors
+        for _ in range(50):  # it may be past that before this process looks
+            with subprocess.Popen([PARVL, "eval", "--model", "no-such-folder", "--data", "easy-vqa:test"], stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, text=True, **kwargs) as process:
+                while process.poll() is None and not self.signals(process, "SigBlk") >> (number - 1) & 1:
+                    pass
+                if process.returncode is None:
+                    process.send_signal(number)
+                    errors = process.stderr.read().splitlines()
+                    return process.wait(60), errors
+        raise AssertionError("it never holds signals back")
 
     def test_signals_while_the_program_starts(self):
         self.assertEqual(self.signalled(signal.SIGINT), (-signal.SIGINT, ["parvl: interrupted"]))
