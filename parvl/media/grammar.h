@@ -28,7 +28,7 @@ OrderedJson any_json_object();
 
 struct GrammarLimits {
   // A step: see grammar_limits.h. Seconds at most for a compilation, and a tenth of one for a token.
-  int64_t compile_steps = 40'000'000;
+  int64_t compile_steps = 100'000'000;
   int64_t token_steps = 4'000'000;
   int64_t grammar_bytes = int64_t{64} << 20;  // of one compiled grammar
   int64_t cache_bytes = int64_t{256} << 20;   // of those that are kept for requests to come
