@@ -46,7 +46,7 @@ install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 
 format:
-	@git ls-files '*.h' '*.cc' '*.cu' | xargs clang-format -i
+	@git ls-files '*.h' '*.cc' '*.cu' '*.cuh' | xargs clang-format -i
 
 clean:
 	@rm -rf $(BUILD)

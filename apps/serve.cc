@@ -242,6 +242,7 @@ void add_serve_command(CLI::App& app, Context& context) {
                       "Memory for encoded images; 0, the default: an eighth of what is left, at most 1 GiB");
   command->add_option("--gpu-memory-utilization", engine.load.memory_utilization,
                       "Share of a GPU's memory to use (default 0.9); of the CPU's free memory (default 1)");
+  command->add_flag("--enforce-eager", engine.enforce_eager, "On a GPU: do not record decode steps as CUDA graphs");
   command->add_flag("--enable-prefix-caching,!--no-enable-prefix-caching", engine.prefix_caching,
                     "Keep the keys and values of prompts for requests that begin alike (default: on)");
   command

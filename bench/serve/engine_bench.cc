@@ -1,7 +1,7 @@
 // Times the engine under a closed loop of clients, without HTTP: each client sends its next request when its last one
 // has ended. Prompt and answer lengths are mixed. Prints one JSON object.
 //
-//   engine_bench MODEL_DIR DTYPE THREADS CLIENTS REQUESTS MAX_PROMPT MAX_NEW
+//   engine_bench MODEL_DIR DTYPE THREADS CLIENTS REQUESTS MAX_PROMPT MAX_NEW [DEVICE [--enforce-eager]]
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -77,13 +77,14 @@ class ClosedLoop {
   std::vector<double> ttft_ms_;
 };
 
-absl::Status run(char** argv) {
+absl::Status run(int argc, char** argv) {
   const int64_t clients = std::stoll(argv[4]), requests = std::stoll(argv[5]);
   const int64_t max_prompt = std::stoll(argv[6]), max_new = std::stoll(argv[7]);
   at::set_num_threads(std::stoi(argv[3]));
   const RealClock clock;
   EngineOptions options;
-  options.load.device = "cpu";
+  options.load.device = argc > 8 ? argv[8] : "cpu";
+  options.enforce_eager = argc > 9;
   options.load.dtype = argv[2];
   options.max_seqs = clients;
   PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(argv[1], options, clock));
@@ -109,11 +110,13 @@ absl::Status run(char** argv) {
 
 int main(int argc, char** argv) {
   if (argc < 8) {
-    std::fprintf(stderr, "usage: engine_bench MODEL_DIR DTYPE THREADS CLIENTS REQUESTS MAX_PROMPT MAX_NEW\n");
+    std::fprintf(
+        stderr,
+        "usage: engine_bench MODEL_DIR DTYPE THREADS CLIENTS REQUESTS MAX_PROMPT MAX_NEW [DEVICE [--enforce-eager]]\n");
     return 2;
   }
   parvl::tune_memory();
-  const absl::Status status = parvl::catch_exceptions("engine_bench", [&] { return parvl::run(argv); });
+  const absl::Status status = parvl::catch_exceptions("engine_bench", [&] { return parvl::run(argc, argv); });
   if (!status.ok()) std::cerr << status.message() << "\n";
   return parvl::exit_code(status);
 }

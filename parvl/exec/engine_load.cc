@@ -89,7 +89,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * dtype_bytes(files.dtype);
     log_plan(files, config.scheduler, memory);
     if (options.load.startup != nullptr) options.load.startup->begin("KV memory");
-    auto executor = make_torch_executor(std::move(files), config.scheduler, clock);
+    auto executor = make_torch_executor(std::move(files), config.scheduler, clock, !options.enforce_eager);
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();
   }));

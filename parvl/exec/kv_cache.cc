@@ -7,6 +7,7 @@
 #include "parvl/base/check.h"
 #include "parvl/kernels/paged_attention.h"
 #include "parvl/models/packing.h"
+#include "parvl/nn/functions.h"
 
 namespace parvl {
 KvPages::KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size)
@@ -49,6 +50,8 @@ void PagedAttention::begin(std::vector<PagedSequence> sequences) {
   }
   const at::Device device = pages_.keys(0).device();
   if (!device.is_cuda()) return;
+  if (!gpu_ && GpuAttention::fits(pages_.spec(), pages_.keys(0))) gpu_.emplace(pages_.spec());
+  if (gpu_) return gpu_->begin(sequences_, places_, pages_.layer(0));
   const at::Tensor places = to_device(std::vector<int64_t>(places_.begin(), places_.end()), device);
   write_blocks_ = places.floor_divide(size);
   write_offsets_ = places.remainder(size);
@@ -68,13 +71,14 @@ void PagedAttention::write(int64_t layer, const at::Tensor& k_TKD, const at::Ten
 }
 
 at::Tensor PagedAttention::attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD,
-                                  const at::Tensor& v_TKD) {
+                                  const at::Tensor& v_TKD, const RotaryTable& rope) {
   PARVL_CHECK(q_TND.size(0) == rows_.back(), "the cache was prepared for another number of tokens");
-  write(layer, k_TKD, v_TKD);
-  const at::Tensor q = q_TND.contiguous();
+  if (gpu_) return gpu_->attend(pages_.layer(layer), q_TND, k_TKD, v_TKD, rope);
+  const at::Tensor q = rotary(q_TND, rope.cos, rope.sin).contiguous(), k = rotary(k_TKD, rope.cos, rope.sin);
+  write(layer, k, v_TKD);
   const bool kernel = has_paged_kernel(q);
   if (sequences_.size() == 1 && sequences_[0].begin == 0) {
-    return packed_attention(q, k_TKD, v_TKD, SeqLayout({sequences_[0].count}, q.device()), /*causal=*/true);
+    return packed_attention(q, k, v_TKD, SeqLayout({sequences_[0].count}, q.device()), /*causal=*/true);
   }
   const at::Tensor out = at::empty_like(q);
   if (kernel && !decoding_.empty()) paged_attention(q, pages_.keys(layer), pages_.values(layer), decoding_, out);
@@ -82,7 +86,7 @@ at::Tensor PagedAttention::attend(int64_t layer, const at::Tensor& q_TND, const 
     const PagedSequence& s = sequences_[i];
     if (kernel && s.count == 1 && s.begin > 0) continue;
     const auto part = [&](const at::Tensor& x) { return x.narrow(0, rows_[i], s.count); };
-    part(out).copy_(s.begin == 0 ? packed_attention(part(q), part(k_TKD), part(v_TKD), SeqLayout({s.count}, q.device()),
+    part(out).copy_(s.begin == 0 ? packed_attention(part(q), part(k), part(v_TKD), SeqLayout({s.count}, q.device()),
                                                     /*causal=*/true)
                                  : attend_gathered(layer, s, part(q)));
   }

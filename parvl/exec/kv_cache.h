@@ -4,8 +4,10 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "parvl/exec/gpu_attention.h"
 #include "parvl/nn/attention.h"
 #include "parvl/plan/model_spec.h"
 
@@ -23,6 +25,8 @@ class KvPages {
   void reserve(int64_t blocks);
   int64_t blocks() const { return blocks_; }
   int64_t block_size() const { return block_size_; }
+  const BackboneSpec& spec() const { return spec_; }
+  LayerPages layer(int64_t layer) const { return {keys(layer), values(layer)}; }
   const at::Tensor& keys(int64_t layer) const { return keys_[static_cast<size_t>(layer)]; }
   const at::Tensor& values(int64_t layer) const { return values_[static_cast<size_t>(layer)]; }
 
@@ -49,7 +53,8 @@ class PagedAttention : public AttentionBackend {
 
   // The sequences of the coming forward; every layer's attend writes their new keys and values into the pages.
   void begin(std::vector<PagedSequence> sequences);
-  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) override;
+  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
+                    const RotaryTable& rope) override;
 
  private:
   void write(int64_t layer, const at::Tensor& k_TKD, const at::Tensor& v_TKD) const;
@@ -61,6 +66,7 @@ class PagedAttention : public AttentionBackend {
   std::vector<PagedRow> decoding_;           // of those with one new token and something before it
   std::vector<int32_t> places_;              // per row: block · block_size + offset
   at::Tensor write_blocks_, write_offsets_;  // the same on a GPU, int64 [T]
+  std::optional<GpuAttention> gpu_;          // where there are kernels it does all
 };
 
 // The attention of one sequence that owns all pages.
@@ -74,8 +80,9 @@ class CachedAttention : public AttentionBackend {
   void commit() { length_ += pending_; }
   int64_t length() const { return length_; }
 
-  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) override {
-    return attention_.attend(layer, q_TND, k_TKD, v_TKD);
+  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
+                    const RotaryTable& rope) override {
+    return attention_.attend(layer, q_TND, k_TKD, v_TKD, rope);
   }
 
  private:

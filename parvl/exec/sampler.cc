@@ -92,6 +92,11 @@ bool Sampler::edits_logits() const {
   return below_min_tokens() || !params_.logit_bias.empty() || !seen_.empty() || !output_counts_.empty();
 }
 
+bool Sampler::is_plain() const {
+  return !edits_logits() && params_.min_p <= 0 && params_.top_k <= 0 && params_.top_p >= 1.0 &&
+         params_.top_logprobs == 0;
+}
+
 // Whether all that the mask leaves is banned while fewer than min_tokens tokens are out.
 bool Sampler::only_banned(absl::Span<const uint32_t> mask) const {
   std::vector<uint32_t> left(mask.begin(), mask.end());

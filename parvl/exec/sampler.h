@@ -58,6 +58,12 @@ class Sampler {
   // bit a token that may be chosen (GrammarMatcher::fill), tokens beyond it may not; empty: all may. Where it leaves
   // only end tokens, min_tokens does not ban them.
   absl::StatusOr<Choice> choose(absl::Span<const float> logits, absl::Span<const uint32_t> mask = {});
+  // Whether `choose` is now just the likeliest token, or a draw from the whole softmax, with at most its own logprob:
+  // what kernels/decode_sample.h does on a GPU.
+  bool is_plain() const;
+  const SamplingParams& params() const { return params_; }
+  int64_t position() const { return position_; }  // tokens so far, prompt and output
+
   // Records a token as produced.
   void accept(TokenId token);
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/exec/decode_graphs.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/media/grammar.h"
@@ -28,6 +29,8 @@ struct RequestState {
   std::vector<uint32_t> mask;  // of the step's token, when there is a grammar
   absl::Status mask_status;
 
+  // Whether the GPU may choose the next token.
+  bool is_plain() const { return sampler.is_plain() && !grammar.has_value(); }
   std::array<int64_t, 3> position(int64_t index) const {
     const int64_t known = static_cast<int64_t>(positions.at.size());
     if (index < known) return positions.at[static_cast<size_t>(index)];
@@ -86,13 +89,21 @@ class JobThread {
 
 class TorchExecutor : public ModelExecutor {
  public:
-  TorchExecutor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock)
+  TorchExecutor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock, bool graphs)
       : files_(std::move(files)),
         clock_(clock),
         pages_(model().spec().backbone, model().params().owned().front()->value.scalar_type(), files_.device,
                config.block_size),
         attention_(std::make_shared<PagedAttention>(pages_)) {
     pages_.reserve(config.num_blocks);
+    if (!files_.device.is_cuda()) return;
+    encoder_.submit([device = files_.device] { use_own_stream(device); });
+    backbone_.submit([this, config, graphs] {
+      use_own_stream(files_.device);
+      const int64_t blocks = (config.max_model_len + config.block_size - 1) / config.block_size;
+      graphs_ =
+          DecodeGraphs::create(model(), pages_, {std::min<int64_t>(config.max_seqs, kMaxGraphRows), blocks, graphs});
+    });
   }
 
   void begin(RequestId id, const EngineRequest& request) override {
@@ -179,9 +190,7 @@ class TorchExecutor : public ModelExecutor {
     done.completion.step = step;
     done.completion.status = catch_exceptions("a generation step failed", [&] {
       const std::future<void> masks = fill_masks(items);
-      const at::Tensor logits_SV = forward(items);
-      masks.wait();
-      done.completion.tokens = sample(items, logits_SV);
+      done.completion.tokens = takes_graph(items) ? run_graph(items, masks) : sample(items, forward(items), masks);
       return absl::OkStatus();
     });
     if (!done.completion.status.ok()) done.completion.tokens.clear();
@@ -210,6 +219,61 @@ class TorchExecutor : public ModelExecutor {
   }
 
   // Logits [S, V] after the last token of each of the S sequences that sample, float32 on the CPU.
+  // Whether each sequence has one new token, so that a recorded step does it.
+  bool takes_graph(const std::vector<StepItem>& items) const {
+    return graphs_ != nullptr && static_cast<int64_t>(items.size()) <= graphs_->max_rows() &&
+           std::all_of(items.begin(), items.end(), [](const StepItem& item) {
+             return item.work.count == 1 && item.work.begin > 0 && item.work.samples && item.work.media.empty();
+           });
+  }
+
+  std::vector<SampledToken> run_graph(const std::vector<StepItem>& items, const std::future<void>& masks) {
+    std::vector<DecodeRow> rows;
+    for (const StepItem& item : items) {
+      const RequestState& state = *item.state;
+      DecodeRow row;
+      row.token = state.tokens[static_cast<size_t>(item.work.begin)];
+      row.position = state.position(item.work.begin);
+      static_assert(sizeof(BlockId) == sizeof(int32_t));
+      row.blocks = &item.work.blocks.data()->value;
+      row.num_blocks = static_cast<int64_t>(item.work.blocks.size());
+      row.length = item.work.begin + 1;
+      row.sample = sample_row(state);
+      rows.push_back(row);
+    }
+    const absl::Span<const kernels::SampledRow> chosen = graphs_->run(rows);
+    masks.wait();
+    std::vector<RequestState*> states;
+    for (const StepItem& item : items) states.push_back(item.state.get());
+    return take(states, chosen, [this](size_t i) { return graphs_->logits(i); });
+  }
+
+  static kernels::SampleRow sample_row(const RequestState& state) {
+    if (!state.is_plain()) return {};
+    const SamplingParams& params = state.sampler.params();
+    return {params.temperature, params.seed, state.sampler.position(), params.logprobs ? 1 : 0};
+  }
+
+  // The tokens that the GPU chose; where it could not, the sampler's from the row's logits (float32 on the CPU).
+  template <typename LogitsOf>
+  static std::vector<SampledToken> take(const std::vector<RequestState*>& states,
+                                        absl::Span<const kernels::SampledRow> chosen, LogitsOf logits_of) {
+    std::vector<SampledToken> out(states.size());
+    for (size_t i = 0; i < states.size(); ++i) {
+      RequestState& state = *states[i];
+      if (!state.is_plain() || chosen[i].broken != 0) {
+        const at::Tensor logits_V = logits_of(i);
+        out[i] = choose(state, {logits_V.data_ptr<float>(), static_cast<size_t>(logits_V.size(0))});
+        continue;
+      }
+      out[i].id = chosen[i].token;
+      if (state.sampler.params().logprobs) out[i].logprob = {chosen[i].token, chosen[i].logprob, {}};
+      accept(state, out[i]);
+    }
+    return out;
+  }
+
+  // Logits [S, V] after the last token of each of the S sequences that sample, on the device; undefined without any.
   at::Tensor forward(const std::vector<StepItem>& items) {
     std::vector<int64_t> ids, visual_rows, sample_rows;
     std::vector<std::array<int64_t, 3>> positions;
@@ -249,30 +313,36 @@ class TorchExecutor : public ModelExecutor {
       synchronize(files_.device);
       return {};
     }
-    return model()
-        .backbone()
-        .logits(hidden.index_select(0, to_device(sample_rows, files_.device)))
-        .to(at::kCPU, at::kFloat)
-        .contiguous();
+    return model().backbone().logits(hidden.index_select(0, to_device(sample_rows, files_.device))).contiguous();
   }
 
-  std::vector<SampledToken> sample(const std::vector<StepItem>& items, const at::Tensor& logits_SV) {
+  std::vector<SampledToken> sample(const std::vector<StepItem>& items, const at::Tensor& device_logits_SV,
+                                   const std::future<void>& masks) {
+    masks.wait();
     std::vector<RequestState*> states;
     for (const StepItem& item : items) {
       if (item.work.samples) states.push_back(item.state.get());
     }
+    if (states.empty()) return {};
+    if (cuda::fits_sample(device_logits_SV)) {
+      std::vector<kernels::SampleRow> rows;
+      for (const RequestState* state : states) rows.push_back(sample_row(*state));
+      return take(states, cuda::decode_sample(device_logits_SV, rows),
+                  [&](size_t i) { return device_logits_SV[static_cast<int64_t>(i)].to(at::kCPU, at::kFloat); });
+    }
+    const at::Tensor logits_SV = device_logits_SV.to(at::kCPU, at::kFloat).contiguous();
     std::vector<SampledToken> out(states.size());
     at::parallel_for(0, static_cast<int64_t>(states.size()), 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const size_t vocab = static_cast<size_t>(logits_SV.size(1));
-        out[static_cast<size_t>(i)] = sample_one(*states[static_cast<size_t>(i)],
-                                                 {logits_SV.data_ptr<float>() + static_cast<size_t>(i) * vocab, vocab});
+        out[static_cast<size_t>(i)] = choose(*states[static_cast<size_t>(i)],
+                                             {logits_SV.data_ptr<float>() + static_cast<size_t>(i) * vocab, vocab});
       }
     });
     return out;
   }
 
-  static SampledToken sample_one(RequestState& state, absl::Span<const float> logits_V) {
+  static SampledToken choose(RequestState& state, absl::Span<const float> logits_V) {
     SampledToken token;
     if (state.grammar.has_value()) token.status = state.mask_status;
     if (!token.status.ok()) return token;
@@ -281,19 +351,25 @@ class TorchExecutor : public ModelExecutor {
     if (!choice.ok()) return token;
     token.id = choice->token_id;
     token.logprob = std::move(choice->logprob);
-    state.sampler.accept(token.id);
-    state.tokens.push_back(token.id);
-    if (state.grammar.has_value()) {
-      token.status = state.grammar->accept(token.id);
-      token.last = state.grammar->ended();
-    }
+    accept(state, token);
     return token;
   }
+
+  static void accept(RequestState& state, SampledToken& token) {
+    state.sampler.accept(token.id);
+    state.tokens.push_back(token.id);
+    if (!state.grammar.has_value()) return;
+    token.status = state.grammar->accept(token.id);
+    token.last = state.grammar->ended();
+  }
+
+  static constexpr int64_t kMaxGraphRows = 256;
 
   LoadedFiles files_;
   const Clock& clock_;
   KvPages pages_;
   std::shared_ptr<PagedAttention> attention_;
+  std::unique_ptr<DecodeGraphs> graphs_;  // the backbone thread's
   // The caller's thread only.
   absl::flat_hash_map<RequestId, std::shared_ptr<RequestState>> states_;
   absl::flat_hash_map<SlotId, at::Tensor> slots_;
@@ -305,9 +381,9 @@ class TorchExecutor : public ModelExecutor {
 
 }  // namespace
 
-std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config,
-                                                   const Clock& clock) {
-  return std::make_unique<TorchExecutor>(std::move(files), config, clock);
+std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock,
+                                                   bool graphs) {
+  return std::make_unique<TorchExecutor>(std::move(files), config, clock, graphs);
 }
 
 }  // namespace parvl

@@ -1,6 +1,8 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "parvl/kernels/elementwise.h"
 
 namespace parvl::kernels {
@@ -49,11 +51,11 @@ __global__ void rotary_kernel(const T* x, int64_t stride, const typename WideOf<
 }
 
 template <typename T>
-__global__ void swiglu_kernel(const T* gate, const T* up, T* y, int64_t count) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= count) return;
-  const auto g = widen(gate[i]);
-  y[i] = narrow<T>(g * sigmoid(g) * widen(up[i]));
+__global__ void swiglu_kernel(const T* gate, const T* up, int64_t stride, T* y, int64_t columns) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row = blockIdx.y;
+  if (column >= columns) return;
+  const auto g = widen(gate[row * stride + column]);
+  y[row * columns + column] = narrow<T>(g * sigmoid(g) * widen(up[row * stride + column]));
 }
 
 template <typename T>
@@ -119,10 +121,15 @@ int rotary(Element type, const void* x, int64_t stride, const void* cos, const v
   });
 }
 
-int swiglu(Element type, const void* gate, const void* up, void* y, int64_t count, void* stream) {
-  return dispatch(type, count, [&]<typename T>(T* t) {
-    swiglu_kernel<T>
-        <<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(gate, t), in(up, t), out(y, t), count);
+int swiglu(Element type, const void* gate, const void* up, int64_t stride, void* y, int64_t rows, int64_t columns,
+           void* stream) {
+  constexpr int64_t kMaxRows = 65535;  // of a grid
+  return dispatch(type, rows * columns, [&]<typename T>(T* t) {
+    for (int64_t first = 0; first < rows; first += kMaxRows) {
+      const dim3 grid(blocks(columns), static_cast<unsigned>(std::min(rows - first, kMaxRows)));
+      swiglu_kernel<T><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+          in(gate, t) + first * stride, in(up, t) + first * stride, stride, out(y, t) + first * columns, columns);
+    }
   });
 }
 
@@ -148,8 +155,7 @@ int quick_gelu_backward(Element type, const void* dy, const void* x, void* dx, i
 }
 
 }  // namespace
-}  // namespace parvl::kernels
 
-extern "C" __attribute__((visibility("default"))) const parvl::kernels::CudaElementwise parvl_cuda_elementwise = {
-    parvl::kernels::rotary, parvl::kernels::swiglu, parvl::kernels::swiglu_backward, parvl::kernels::quick_gelu,
-    parvl::kernels::quick_gelu_backward};
+const CudaElementwise kCudaElementwise = {rotary, swiglu, swiglu_backward, quick_gelu, quick_gelu_backward};
+
+}  // namespace parvl::kernels

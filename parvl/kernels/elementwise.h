@@ -14,7 +14,9 @@ struct CudaElementwise {
   // As kernels::rotary; cos and sin in the element's wide type. `stride`: values between rows of x.
   int (*rotary)(Element type, const void* x, int64_t stride, const void* cos, const void* sin, void* y, int64_t rows,
                 int64_t heads, int64_t dim, bool inverse, void* stream);
-  int (*swiglu)(Element type, const void* gate, const void* up, void* y, int64_t count, void* stream);
+  // gate, up: rows of `columns` values that lie `stride` apart.
+  int (*swiglu)(Element type, const void* gate, const void* up, int64_t stride, void* y, int64_t rows, int64_t columns,
+                void* stream);
   int (*swiglu_backward)(Element type, const void* dy, const void* gate, const void* up, void* dgate, void* dup,
                          int64_t count, void* stream);
   // x · sigmoid(1.702 x)
@@ -22,7 +24,6 @@ struct CudaElementwise {
   int (*quick_gelu_backward)(Element type, const void* dy, const void* x, void* dx, int64_t count, void* stream);
 };
 
-// The one symbol that libparvl_cuda.so exports.
-inline constexpr char kCudaElementwiseSymbol[] = "parvl_cuda_elementwise";
+extern const CudaElementwise kCudaElementwise;  // inside the library
 
 }  // namespace parvl::kernels

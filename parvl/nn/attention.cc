@@ -6,6 +6,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/kernels/paged_attention.h"
+#include "parvl/nn/functions.h"
 #include "parvl/nn/kernel_types.h"
 
 namespace parvl {
@@ -64,6 +65,12 @@ at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, co
     i = j;
   }
   return parts.size() == 1 ? parts[0] : at::cat(parts, 0);
+}
+
+at::Tensor PackedBackend::attend(int64_t, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
+                                 const RotaryTable& rope) {
+  return packed_attention(rotary(q_TND, rope.cos, rope.sin), rotary(k_TKD, rope.cos, rope.sin), v_TKD, layout_,
+                          /*causal=*/true);
 }
 
 bool has_paged_kernel(const at::Tensor& q_TND) {

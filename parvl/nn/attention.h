@@ -41,21 +41,27 @@ void paged_attention(const at::Tensor& q_TND, const at::Tensor& keys, const at::
 // Rows [T, K, D] to their places in pages on the CPU; places[t] = block · block_size + offset.
 void write_pages(const at::Tensor& rows_TKD, const std::vector<int32_t>& places, const at::Tensor& pages);
 
+// Angles of every row of a packed batch: cos and sin [T, D/2], float32 (float64 in a float64 model).
+struct RotaryTable {
+  at::Tensor cos;
+  at::Tensor sin;
+};
+
 // Where a decoder layer's keys and values come from: only this call's (training), or a cache (serving).
 class AttentionBackend {
  public:
   virtual ~AttentionBackend() = default;
-  // Causal. `layer` counts from 0 over the whole backbone.
-  virtual at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD,
-                            const at::Tensor& v_TKD) = 0;
+  // Causal attention of queries and keys after their rotary positions: q_TND, k_TKD, v_TKD (rows may lie apart) →
+  // [T, N, D]. `layer` counts from 0 over the whole backbone.
+  virtual at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
+                            const RotaryTable& rope) = 0;
 };
 
 class PackedBackend : public AttentionBackend {
  public:
   explicit PackedBackend(SeqLayout layout) : layout_(std::move(layout)) {}
-  at::Tensor attend(int64_t, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD) override {
-    return packed_attention(q_TND, k_TKD, v_TKD, layout_, /*causal=*/true);
-  }
+  at::Tensor attend(int64_t layer, const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
+                    const RotaryTable& rope) override;
 
  private:
   SeqLayout layout_;

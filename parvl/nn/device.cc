@@ -56,8 +56,17 @@ void use_deterministic_kernels(at::Device device) {
 
 std::string device_text(at::Device device) { return device.str(); }
 
+void use_own_stream(at::Device device) {
+  if (!device.is_cuda()) return;
+  const c10::impl::VirtualGuardImpl impl(at::kCUDA);
+  impl.setDevice(device);
+  impl.exchangeStream(impl.getStreamFromGlobalPool(device, /*isHighPriority=*/false));
+}
+
 void synchronize(at::Device device) {
-  if (device.is_cuda()) c10::impl::VirtualGuardImpl(at::kCUDA).synchronizeDevice(device.index());
+  if (!device.is_cuda()) return;
+  const c10::impl::VirtualGuardImpl impl(at::kCUDA);
+  impl.synchronizeStream(impl.getStream(device));
 }
 
 DeviceMemory device_memory(at::Device device) {

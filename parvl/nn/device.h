@@ -21,7 +21,11 @@ void use_deterministic_kernels(at::Device device);
 // "cpu", or the GPU's index as "cuda:0".
 std::string device_text(at::Device device);
 
-// Waits until the device has finished what this thread queued.
+// From here on this thread queues on a stream of its own, so that its work overlaps other threads'. No effect on the
+// CPU.
+void use_own_stream(at::Device device);
+
+// Waits until the device has finished what this thread queued on its stream.
 void synchronize(at::Device device);
 
 struct DeviceMemory {

@@ -293,6 +293,8 @@ WeightGradScope::~WeightGradScope() {
   t_anchor = previous_anchor_;
 }
 
+bool in_weight_grad_scope() { return t_queue != nullptr; }
+
 at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias) {
   if (!at::GradMode::is_enabled()) {
     const at::Tensor b = bias ? bias->value : at::Tensor();

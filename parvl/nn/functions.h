@@ -43,6 +43,9 @@ class WeightGradScope {
   at::Tensor previous_anchor_;
 };
 
+// Whether this thread is inside such a scope.
+bool in_weight_grad_scope();
+
 // The handles of a linear's parameters: `weight` [O, I]; `bias` [O] or null.
 struct LinearWeights {
   const Param* weight = nullptr;

@@ -1,6 +1,7 @@
 #include "parvl/nn/layers.h"
 
 #include "parvl/base/check.h"
+#include "parvl/nn/fused_layer.h"
 
 namespace parvl {
 
@@ -38,12 +39,14 @@ at::Tensor Mlp::operator()(const at::Tensor& x) const {
 
 at::Tensor DecoderLayer::operator()(const at::Tensor& x_TH, const RotaryTable& rope,
                                     AttentionBackend& attention) const {
+  if (takes_fused_layer(*this, x_TH)) return fused_layer(*this, x_TH, rope, attention);
   const int64_t tokens = x_TH.size(0);
   const auto qkv = linears(attn_norm(x_TH), {q, k, v});
-  const at::Tensor q_TND = rotary(qkv[0].view({tokens, heads, head_dim}), rope.cos, rope.sin);
-  const at::Tensor k_TKD = rotary(qkv[1].view({tokens, kv_heads, head_dim}), rope.cos, rope.sin);
-  const at::Tensor v_TKD = qkv[2].view({tokens, kv_heads, head_dim});
-  const at::Tensor mixed_TH = attention.attend(index, q_TND, k_TKD, v_TKD).reshape({tokens, heads * head_dim});
+  const at::Tensor mixed_TH =
+      attention
+          .attend(index, qkv[0].view({tokens, heads, head_dim}), qkv[1].view({tokens, kv_heads, head_dim}),
+                  qkv[2].view({tokens, kv_heads, head_dim}), rope)
+          .reshape({tokens, heads * head_dim});
   const at::Tensor y_TH = x_TH + out(mixed_TH);
   return y_TH + mlp(mlp_norm(y_TH));
 }

@@ -29,12 +29,6 @@ struct Norm {
 };
 Norm make_norm(ParamTable& params, Module module, const std::string& name, int64_t size, double eps, bool with_bias);
 
-// Angles of every row of a packed batch: cos and sin [T, D/2], float32 (float64 in a float64 model).
-struct RotaryTable {
-  at::Tensor cos;
-  at::Tensor sin;
-};
-
 // act(x · up) · down, or silu(x · gate) ⊙ (x · up) · down when there is a gate.
 struct Mlp {
   std::string activation;

@@ -60,10 +60,13 @@ void ParamTable::allocate(at::ScalarType dtype, at::Device device) {
   for (Param* param : owned()) total += padded(*param);
   const at::Tensor all = at::empty({total}, at::TensorOptions().dtype(dtype).device(device));
   int64_t offset = 0;
-  for (Param* param : owned()) {
-    param->value = all.narrow(0, offset, param->numel()).view(param->shape);
-    param->master = param->value;
-    offset += padded(*param);
+  for (const bool matrices : {true, false}) {
+    for (Param* param : owned()) {
+      if (param->is_matrix() != matrices) continue;
+      param->value = all.narrow(0, offset, param->numel()).view(param->shape);
+      param->master = param->value;
+      offset += padded(*param);
+    }
   }
   link_tied();
 }

@@ -57,7 +57,8 @@ class ParamTable {
   std::vector<Param*> owned() const;
 
   // Gives every owned parameter its part of one tensor of `dtype` on `device`, uninitialised. One, since the system
-  // gives large pages only to large blocks, and weights are read faster from them.
+  // gives large pages only to large blocks, and weights are read faster from them. Matrices come before vectors, so
+  // that those which multiply the same input lie side by side and can go through one product.
   void allocate(at::ScalarType dtype, at::Device device);
   // Random weights: a function of (seed, name) alone, whatever the device or the order.
   void initialise(uint64_t seed, double std);

@@ -16,7 +16,7 @@ MAY_INCLUDE = {
     "sim": ["plan", "sched", "elastic"],
     "nn": ["kernels", "comm", "plan/cost"],
     "models": ["nn"],
-    "exec": ["models", "sched", "comm", "kernels", "media"],
+    "exec": ["models", "nn", "sched", "comm", "kernels", "media"],
     "train": ["models", "nn", "kernels", "comm", "plan", "media"],
     "serve": ["sched", "elastic", "media", "exec/engine.h"],
     "launch": ["comm", "elastic"],

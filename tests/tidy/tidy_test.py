@@ -17,14 +17,12 @@ INCLUDE_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parvl/models/", "parvl/plan/model_spec.h"): _SPEC,
     ("parvl/exec/", "parvl/plan/model_spec.h"): _SPEC,
     ("parvl/exec/load", "parvl/plan/cost/fit.h"): "what fits is one set of formulas for serving, planning and training",
-    ("parvl/exec/", "parvl/nn/attention.h"): "the interface through which a decoder layer reaches the cache",
-    ("parvl/exec/", "parvl/nn/device.h"): "which device computes is one question for serving and training",
     ("parvl/exec/kv_cache.h:", "torch's headers"): "pages are tensors; nothing but exec's own sources includes it",
     ("parvl/exec/load.h:", "torch's headers"): "what is loaded has a device; nothing but exec's own sources includes it",
     ("parvl/serve/", "parvl/exec/sampler.h"): "the limits on what a request may ask for stand beside the sampler",
 }
 
-TEXT_SUFFIXES = {".cc", ".cu", ".h", ".py", ".sh", ".txt", ".cmake", ".md", ".yaml", ".yml", ".inc"}
+TEXT_SUFFIXES = {".cc", ".cu", ".cuh", ".h", ".py", ".sh", ".txt", ".cmake", ".md", ".yaml", ".yml", ".inc"}
 # Text that is data: what it holds is not ours to judge.
 DATA_FOLDERS = ("tests/data/", "tests/fuzz/corpus/")
 # Made by a training run; its size and words are the run's.

@@ -31,6 +31,12 @@ Inputs random_inputs(const BackboneSpec& spec, int64_t tokens, uint64_t seed, at
   return {make(spec.heads), make(spec.kv_heads), make(spec.kv_heads)};
 }
 
+// Angles of zero.
+RotaryTable no_turn(const Tensor& q, int64_t tokens) {
+  const auto options = at::TensorOptions().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  return {at::ones({tokens, q.size(2) / 2}, options), at::zeros({tokens, q.size(2) / 2}, options)};
+}
+
 // Feeds the sequence in parts of these lengths; the outputs of each layer, joined.
 std::vector<Tensor> attend_in_parts(CachedAttention& attention, const std::vector<Inputs>& layers,
                                     const std::vector<int64_t>& parts) {
@@ -41,7 +47,8 @@ std::vector<Tensor> attend_in_parts(CachedAttention& attention, const std::vecto
     for (size_t layer = 0; layer < layers.size(); ++layer) {
       const auto part = [&](const Tensor& x) { return x.narrow(0, begin, count); };
       const Inputs& in = layers[layer];
-      outputs[layer].push_back(attention.attend(static_cast<int64_t>(layer), part(in.q), part(in.k), part(in.v)));
+      outputs[layer].push_back(
+          attention.attend(static_cast<int64_t>(layer), part(in.q), part(in.k), part(in.v), no_turn(in.q, count)));
     }
     attention.commit();
     begin += count;
@@ -131,7 +138,7 @@ TEST(KvPages, ManyTokensGrowAFewTimes) {
     attention.begin(1);
     growths += pages.blocks() != blocks;
     blocks = pages.blocks();
-    attention.attend(0, inputs.q, inputs.k, inputs.v);
+    attention.attend(0, inputs.q, inputs.k, inputs.v, no_turn(inputs.q, inputs.q.size(0)));
     attention.commit();
   }
   EXPECT_GE(pages.blocks() * KvPages::kBlockSize, 2000);
@@ -147,7 +154,7 @@ TEST(CachedAttention, AnUncommittedPartCanBeRepeated) {
   attend_in_parts(attention, in, {10});
   const auto other = random_inputs(spec, 7, 9, at::kDouble);
   attention.begin(7);
-  attention.attend(0, other.q, other.k, other.v);
+  attention.attend(0, other.q, other.k, other.v, no_turn(other.q, other.q.size(0)));
   const Tensor got = attend_in_parts(attention, in, {10})[0];
   const Tensor want = packed_attention(in[0].q, in[0].k, in[0].v, SeqLayout({20}, at::kCPU), true);
   EXPECT_TRUE(at::allclose(got, want.narrow(0, 10, 10), 1e-12, 1e-12));
