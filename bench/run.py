@@ -105,7 +105,7 @@ def main():
         half = bench.folder / "shape-0.5b"
         if not half.exists() and any(args.only in name for name in ("0.5b generate", "0.5b engine 1", "0.5b engine 8", "0.5b engine 32", "0.5b train")):
             print("making a random model of 0.56 B parameters ...", flush=True)
-            bench.python("make_shape.py", half, "0.5b")
+            bench.python("../examples/shapes/make.py", half, "0.5b")
         jobs = {
             "0.5b generate": lambda: bench.generation("0.5B bf16, 128 tokens", half, "bfloat16", 128, 24),
             "0.5b engine 1": lambda: bench.batches("0.5B bf16, 1 client", half, "bfloat16", 1, 6, 256, 64),
