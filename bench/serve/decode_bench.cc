@@ -17,7 +17,8 @@ namespace {
 absl::Status run(int argc, char** argv) {
   LoadOptions load;
   load.device = "cuda";
-  PARVL_ASSIGN_OR_RETURN(const LoadedFiles files, load_files(argv[1], load));
+  PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(argv[1], load));
+  PARVL_RETURN_IF_ERROR(load_weights(files, argv[1], load));
   use_own_stream(files.device);
   const int64_t length = std::stoll(argv[2]);
   const BackboneSpec& spec = files.model->spec().backbone;

@@ -146,7 +146,9 @@ TEST_P(GpuEngineShapeTest, RecordedStepsEqualUnrecordedOnesToTheBit) {
   LoadOptions load;
   load.device = "cuda";
   load.dtype = "bfloat16";
-  auto files = *load_files(make_dir(family, heads, head_dim), load);
+  const std::string dir = make_dir(family, heads, head_dim);
+  auto files = *read_files(dir, load);
+  ASSERT_TRUE(load_weights(files, dir, load).ok());
   use_own_stream(files.device);
   const BackboneSpec& spec = files.model->spec().backbone;
   constexpr int64_t kEach = 40, kBlocks = 16 * kEach;

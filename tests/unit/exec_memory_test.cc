@@ -180,7 +180,10 @@ class Steps {
     SamplingParams greedy;
     greedy.temperature = 0;
     const RequestId id{next_id_++};
-    executor_->begin(id, prompt, greedy);
+    EngineRequest request;
+    request.prompt = prompt;
+    request.sampling = greedy;
+    executor_->begin(id, request);
     return id;
   }
 
