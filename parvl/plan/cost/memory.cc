@@ -148,9 +148,11 @@ int64_t step_bytes(const BackboneSpec& b, DType dtype, const StepShape& s, const
   const int64_t mixing = rotated + q + 2 * h + product_scratch(s.tokens, b.heads * b.head_dim, dtype, target);
   const int64_t feeding =
       rotated + q + 3 * h + 3 * i + product_scratch(s.tokens, b.intermediate, dtype, target) + s.tokens * wide;
-  // The output matrix: the rows, normed; logits in the model's type, and on a GPU in float32 as well.
-  const int64_t logits = s.sampled * (3 * b.hidden * bytes + b.vocab * (bytes + (bytes == 4 ? 0 : 4)));
-  return always + std::max({projecting, attending, mixing, feeding, h + logits});
+  // The output matrix: the rows, normed; logits in the model's type.
+  const int64_t logits = s.sampled * (3 * b.hidden * bytes + b.vocab * bytes);
+  // When nothing but the logits is left: those for the CPU's sampler, float32.
+  const int64_t choosing = s.sampled * b.vocab * (bytes + (bytes == 4 ? 0 : 4));
+  return std::max(always + std::max({projecting, attending, mixing, feeding, h + logits}), choosing);
 }
 
 // A row that the request's fields have edited, and 16 bytes for each token that may be drawn.
