@@ -126,16 +126,18 @@ absl::StatusOr<ToolFunction> read_tool(const OrderedJson& tool, const std::strin
   return ToolFunction{text, *supported};
 }
 
-// What tool_choice says: none, auto, required, or one function.
+// What tool_choice and parallel_tool_calls say.
 struct ToolChoice {
-  std::string kind = "auto";
+  std::string kind = "auto";  // none, auto, required, or function: the one named
   std::string function;
+  bool several = true;  // calls in one answer
 };
 
 absl::StatusOr<ToolChoice> read_tool_choice(const Json& body) {
   constexpr char kWanted[] =
       "'tool_choice' must be none, auto, required or {\"type\": \"function\", \"function\": {\"name\": ...}}";
   ToolChoice out;
+  PARVL_RETURN_IF_ERROR(read_field(body, "parallel_tool_calls", out.several));
   const Json* choice = find_field(body, "tool_choice");
   if (choice == nullptr) return out;
   if (choice->is_string()) {
@@ -146,18 +148,15 @@ absl::StatusOr<ToolChoice> read_tool_choice(const Json& body) {
   const Json* function = choice->is_object() ? find_field(*choice, "function") : nullptr;
   const Json* name = function != nullptr && function->is_object() ? find_field(*function, "name") : nullptr;
   if (name == nullptr || !name->is_string()) return wrong("tool_choice", kWanted);
-  return ToolChoice{"function", name->get<std::string>()};
+  return ToolChoice{"function", name->get<std::string>(), false};
 }
 
-absl::Status read_tools(const OrderedJson& tools, const Json& body, const RequestRules& rules,
+absl::Status read_tools(const OrderedJson& tools, const ToolChoice& choice, const RequestRules& rules,
                         GenerateRequest& request) {
   if (tools.size() > kMaxTools) {
     return wrong("tools", absl::StrCat("'tools' may hold at most ", kMaxTools, " functions, found ", tools.size()));
   }
   if (rules.tools.family.empty()) return wrong("tools", "'tools': " + std::string(kNoToolSyntax));
-  PARVL_ASSIGN_OR_RETURN(const ToolChoice choice, read_tool_choice(body));
-  bool several = true;
-  PARVL_RETURN_IF_ERROR(read_field(body, "parallel_tool_calls", several));
   std::vector<ToolFunction> functions;
   size_t bytes = 0;
   for (size_t i = 0; i < tools.size(); ++i) {
@@ -175,7 +174,6 @@ absl::Status read_tools(const OrderedJson& tools, const Json& body, const Reques
   }
   if (choice.kind == "none") return absl::OkStatus();
   if (choice.kind == "function") {
-    several = false;
     std::erase_if(functions, [&](const ToolFunction& function) { return function.name != choice.function; });
     if (functions.empty()) {
       return wrong("tool_choice",
@@ -191,7 +189,7 @@ absl::Status read_tools(const OrderedJson& tools, const Json& body, const Reques
   request.reads_calls = true;
   request.grammar_field = "tools";
   request.grammar = tool_grammar(rules.tools, functions, choice.kind == "auto" ? ToolUse::kAuto : ToolUse::kRequired,
-                                 several && rules.tools.parallel);
+                                 choice.several && rules.tools.parallel);
   return absl::OkStatus();
 }
 
@@ -199,14 +197,19 @@ absl::Status read_tools(const OrderedJson& tools, const Json& body, const Reques
 
 absl::Status read_output_form(std::string_view text, const Json& body, const RequestRules& rules,
                               GenerateRequest& request) {
+  ToolChoice choice;
+  const bool chat = request.api == Api::kChat;
+  if (chat) {
+    PARVL_ASSIGN_OR_RETURN(choice, read_tool_choice(body));
+  }
+  const Json* tools_field = chat ? find_field(body, "tools") : nullptr;
+  if ((tools_field == nullptr || *tools_field == Json::array()) && choice.kind != "none" && choice.kind != "auto") {
+    return wrong("tool_choice", "'tool_choice' needs 'tools'; list the functions there");
+  }
   const std::vector<std::string> fields = {"response_format", "structured_outputs", "guided_json", "tools"};
   if (std::none_of(fields.begin(), fields.end(),
                    [&](const std::string& field) { return find_field(body, field.c_str()) != nullptr; })) {
-    const Json* choice = find_field(body, "tool_choice");
-    if (request.api == Api::kCompletions || choice == nullptr || *choice == "none" || *choice == "auto") {
-      return absl::OkStatus();
-    }
-    return wrong("tool_choice", "'tool_choice' needs 'tools'; list the functions there");
+    return absl::OkStatus();
   }
   PARVL_ASSIGN_OR_RETURN(const OrderedJson ordered, parse_ordered_json(text, "the body", fields));
   if (const OrderedJson* format = find_ordered(ordered, "response_format")) {
@@ -218,10 +221,10 @@ absl::Status read_output_form(std::string_view text, const Json& body, const Req
   if (const OrderedJson* schema = find_ordered(ordered, "guided_json")) {
     PARVL_RETURN_IF_ERROR(read_plain_schema(*schema, "guided_json", "guided_json", request));
   }
-  const OrderedJson* tools = find_ordered(ordered, "tools");
-  if (tools == nullptr || request.api == Api::kCompletions) return absl::OkStatus();
+  const OrderedJson* tools = chat ? find_ordered(ordered, "tools") : nullptr;
+  if (tools == nullptr) return absl::OkStatus();
   if (!tools->is_array()) return wrong_type("tools", "a list of functions", Json(*tools));
-  return tools->empty() ? absl::OkStatus() : read_tools(*tools, body, rules, request);
+  return tools->empty() ? absl::OkStatus() : read_tools(*tools, choice, rules, request);
 }
 
 absl::Status read_tool_calls(const Json& calls, const std::string& where, Message& message) {

@@ -1,31 +1,14 @@
 """Answers of a required form from a running server: JSON schemas, calls of tools, through the official `openai` client. The model
 has learned other things, so that what holds here holds for any model: its answers are chosen at random among what is allowed."""
 import json
-import pathlib
-import shutil
 import tempfile
 import unittest
 
 import jsonschema_rs
 import openai
 
-from serve_common import MODEL, Server, ask, data_uri, need_model, png
-
-HERMES = """{%- if tools %}{{ '<|im_start|>system\\nFunctions:' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}\
-{{ '<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{%- if message.role == 'tool' %}\
-{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}{%- else %}\
-{{ '<|im_start|>' + message.role + '\\n' }}{%- if message.content is string %}{{ message.content }}{%- else %}\
-{%- for part in message.content %}{%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}\
-{{ part.text }}{%- endif %}{%- endfor %}{%- endif %}{%- for call in message.tool_calls or [] %}{%- set call = call.function %}\
-{{ '\\n' if not loop.first or message.content }}{{ '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' + (call.arguments | tojson) + \
-'}\\n</tool_call>' }}{%- endfor %}{%- endif %}{{ '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}\
-{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
-LLAMA = """{%- if tools %}{{ '<|im_start|>system\\nFunctions:' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}\
-{{ '<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{%- if message.tool_calls %}\
-{%- if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{%- endif %}\
-{%- set call = message.tool_calls[0].function %}{{ '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}' }}\
-{%- else %}{{ message.content }}{%- endif %}{{ '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}\
-{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+from serve_common import Server, ask, data_uri, need_model, png
+from tool_models import HERMES, LLAMA, TOOL_CALL, TOOLS, model_with
 
 SCHEMAS = [
     {"type": "object", "properties": {"zeta": {"type": "string", "maxLength": 6}, "alpha": {"type": "integer", "minimum": 0, "maximum": 150},
@@ -48,27 +31,8 @@ SCHEMAS = [
                 "required": ["kind", "s"]}]},
     {"type": "array", "prefixItems": [{"type": "integer", "minimum": 5}, {"type": "string", "maxLength": 3}], "items": False, "minItems": 2},
 ]
-TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "The weather", "parameters": {
-        "type": "object", "properties": {"town": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-        "required": ["town", "days"]}}},
-    {"type": "function", "function": {"name": "now"}},
-]
 PARAMETERS = {"get_weather": TOOLS[0]["function"]["parameters"], "now": {"type": "object", "additionalProperties": False}}
-TOOL_CALL = 375
 USER = [{"role": "user", "content": "what is the weather?"}]
-
-
-def model_with(template, folder):
-    path = pathlib.Path(folder) / "model"
-    shutil.copytree(MODEL, path)
-    (path / "chat_template.jinja").write_text(template)
-    # One of the ids that the model has weights for and no text, as the families that write <tool_call> have it.
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({"id": TOOL_CALL, "content": "<tool_call>", "single_word": False, "lstrip": False, "rstrip": False,
-                                      "normalized": False, "special": False})
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return path
 
 
 class Structured(unittest.TestCase):
