@@ -22,13 +22,18 @@ def need_model():
         raise AssertionError(f"{MODEL} is missing; it is committed, so get it again, or set PARVL_E2E_MODEL to a model directory")
 
 
-def png(width=64, height=64, color=(200, 30, 30)):
-    """A picture of one colour, as bytes of a PNG file."""
+def png_of(width, height, rgb):
+    """Bytes of a PNG file that shows `rgb`: width x height x 3 bytes, row after row."""
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    rows = b"".join(b"\0" + bytes(color) * width for _ in range(height))
+    rows = b"".join(b"\0" + rgb[at:at + 3 * width] for at in range(0, 3 * width * height, 3 * width))
     return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) +
             chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+
+
+def png(width=64, height=64, color=(200, 30, 30)):
+    """A picture of one colour, as bytes of a PNG file."""
+    return png_of(width, height, bytes(color) * (width * height))
 
 
 def data_uri(image, mime="image/png"):
