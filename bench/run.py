@@ -25,7 +25,7 @@ class Bench:
                         PYTHONPATH=os.pathsep.join(str(ROOT / ".deps" / f) for f in ("oracle", "torch")))
         # PyTorch's Python package wants CUDA libraries that a machine without a GPU lacks; see tools/stub_cuda_libs.sh.
         self.peer_env = dict(self.env, LD_LIBRARY_PATH=str(ROOT / ".deps" / "cuda-stubs"))
-        self.rows = []
+        self.rows, self.notes = [], []
 
     def run(self, command, peer=False):
         done = subprocess.run([str(c) for c in command], env=self.peer_env if peer else self.env, capture_output=True, text=True)
@@ -60,16 +60,21 @@ class Bench:
 
     def batches(self, name, model, dtype, clients, requests, max_prompt, max_new):
         print(f"{name} ...", flush=True)
-        mine, peer = [], []
+        mine, padded, continuous = [], [], []
         for _ in range(self.rounds):
             args = [model, dtype, self.threads, clients, requests, max_prompt, max_new]
             mine.append(json.loads(self.run([self.build / "bench" / "engine_bench", *args])))
-            peer.append(json.loads(self.python("serve/peer_batch.py", *args).splitlines()[-1]))
+            for how, runs in (("padded", padded), ("continuous", continuous)):
+                runs.append(json.loads(self.python("serve/peer_batch.py", *args, how).splitlines()[-1]))
         median = lambda runs, key: statistics.median(r[key] for r in runs)
-        assert mine[0]["tokens"] == peer[0]["tokens"], (mine[0], peer[0])
-        self.row(f"{name}: tokens a second", median(mine, "tokens_s"), median(peer, "tokens_s"), "tokens/s", higher_is_better=True)
-        if clients == 1:
-            self.row(f"{name}: to the first token", median(mine, "ttft_ms"), median(peer, "ttft_ms"), "ms")
+        for how, peer in (("padded batches", padded), ("its continuous batching", continuous)):
+            if "unavailable" in peer[0]:
+                self.notes.append(f"{name}: transformers' continuous batching does not run here: {peer[0]['unavailable']}")
+                continue
+            assert mine[0]["tokens"] == peer[0]["tokens"], (mine[0], peer[0])
+            self.row(f"{name}, {how}: tokens a second", median(mine, "tokens_s"), median(peer, "tokens_s"), "tokens/s", higher_is_better=True)
+            if clients == 1:
+                self.row(f"{name}, {how}: to the first token", median(mine, "ttft_ms"), median(peer, "ttft_ms"), "ms")
 
     def training(self, name, model, micro_batch, steps):
         print(f"{name} ...", flush=True)
@@ -117,9 +122,11 @@ def main():
         for name, job in jobs.items():
             if args.only in name:
                 job()
-    print(f"\n{'ratio':>6}  {'':52} {'ParVL':>10} {'transformers':>13}   ({args.threads} threads, medians of {args.rounds} rounds)")
+    print(f"\n{'ratio':>6}  {'':62} {'ParVL':>10} {'transformers':>13}   ({args.threads} threads, medians of {args.rounds} rounds)")
     for name, ratio, mine, peer, unit in bench.rows:
-        print(f"{ratio:6.2f}  {name:52} {mine:10.2f} {peer:13.2f}   {unit}")
+        print(f"{ratio:6.2f}  {name:62} {mine:10.2f} {peer:13.2f}   {unit}")
+    for note in bench.notes:
+        print(note)
     print("A ratio above 1 is better than transformers; the matrix-vector rows compare decoding with ParVL's own kernel alone.")
 
 
