@@ -23,12 +23,11 @@ class Fields(Rows):
 
     def run_fields(self, path, base, fields):
         for field, (taken, refused) in fields.items():
-            if field == "mm_processor_kwargs":  # of images only
-                base = base | {"messages": table.PICTURE}
+            beside = base | table.BESIDE.get(field, {})
             for value in taken:
-                self.row(f"{path} {field}", f"{str(value)[:60]} is taken", self.check_field, path, base, field, value, 200)
+                self.row(f"{path} {field}", f"{str(value)[:60]} is taken", self.check_field, path, beside, field, value, 200)
             for value in refused:
-                self.row(f"{path} {field}", f"{str(value)[:60]} is refused", self.check_field, path, base, field, value, 400)
+                self.row(f"{path} {field}", f"{str(value)[:60]} is refused", self.check_field, path, beside, field, value, 400)
 
     def test_chat_fields(self):
         self.run_fields("/v1/chat/completions", {"messages": table.QUESTION, "max_tokens": 5}, table.CHAT)
@@ -111,14 +110,45 @@ class Effects(Rows):
             ("stop_token_ids end", lambda: self.assertEqual(self.chat(stop_token_ids=[token])["usage"]["completion_tokens"], 1)),
             ("presence_penalty changes what repeats", lambda: self.assertNotEqual(self.text(ignore_eos=True, max_tokens=30, presence_penalty=2),
                                                                                   self.text(ignore_eos=True, max_tokens=30))),
+            ("frequency_penalty too", lambda: self.assertNotEqual(self.text(ignore_eos=True, max_tokens=30, frequency_penalty=2),
+                                                                  self.text(ignore_eos=True, max_tokens=30))),
             ("repetition_penalty too", lambda: self.assertNotEqual(self.text(ignore_eos=True, max_tokens=30, repetition_penalty=5),
                                                                    self.text(ignore_eos=True, max_tokens=30))),
             ("logprobs name the tokens", lambda: self.assertEqual((len(first["top_logprobs"]), first["top_logprobs"][0]["token"]), (2, first["token"]))),
+            ("top_logprobs gives so many, the likeliest first", self.top_logprobs),
+            ("top_logprobs needs logprobs", lambda: self.check_error(
+                self.server.chat(messages=table.QUESTION, top_logprobs=2), 400, param="top_logprobs")),
             ("no logprobs unless asked", lambda: self.assertIsNone(self.chat()["choices"][0].get("logprobs"))),
             ("usage adds up", lambda: self.assertEqual((u := self.chat()["usage"])["total_tokens"], u["prompt_tokens"] + u["completion_tokens"])),
         ]
         for name, check in rows:
             self.row("effects", name, check)
+
+    def top_logprobs(self):
+        for count in (0, 1, 5, 20):
+            for token in self.chat(logprobs=True, top_logprobs=count)["choices"][0]["logprobs"]["content"]:
+                values = [top["logprob"] for top in token["top_logprobs"]]
+                self.assertEqual(len(values), count)
+                self.assertEqual(values, sorted(values, reverse=True))
+                self.assertEqual(values[:1], [token["logprob"]][:count])  # greedy
+
+    def test_completions(self):
+        def complete(**fields):
+            status, _, body = self.server.request("POST", "/v1/completions", {"prompt": ids, "max_tokens": 30, "temperature": 0} | fields)
+            self.assertEqual(status, 200, body)
+            return body["choices"][0], body["usage"]["completion_tokens"]
+        ids = self.server.request("POST", "/tokenize", {"messages": table.QUESTION})[2]["tokens"]
+        plain = complete(ignore_eos=True)[0]["text"]
+        tops = complete(logprobs=3, max_tokens=1)[0]["logprobs"]
+        rows = [
+            ("an end token ends", lambda: self.assertEqual((complete()[0]["finish_reason"], complete()[1] < 30), ("stop", True))),
+            ("ignore_eos goes on", lambda: self.assertEqual((complete(ignore_eos=True)[0]["finish_reason"], complete(ignore_eos=True)[1]), ("length", 30))),
+            ("frequency_penalty changes what repeats", lambda: self.assertNotEqual(complete(ignore_eos=True, frequency_penalty=2)[0]["text"], plain)),
+            ("presence_penalty too", lambda: self.assertNotEqual(complete(ignore_eos=True, presence_penalty=2)[0]["text"], plain)),
+            ("logprobs says how many", lambda: self.assertEqual((len(tops["tokens"]), len(tops["top_logprobs"][0])), (1, 3))),
+        ]
+        for name, check in rows:
+            self.row("effects on completions", name, check)
 
     def test_caches_and_images(self):
         def cached(**fields):
@@ -196,6 +226,35 @@ class Refusals(Rows):
                 self.row("keys", f"{path} needs none", lambda p=path: self.assertEqual(server.request("GET", p)[0], 200))
             self.row("keys", "before the body", lambda: self.check_error(
                 server.request("POST", "/v1/chat/completions", "not JSON"), 401, code="invalid_api_key"))
+
+    def test_priorities(self):
+        def order(server, path, asked, priorities):
+            """The numbers of requests, sent one after the other while the only place is taken, as their answers come. The first that
+            waits is made ready at once, whatever comes after it, so that one has no number."""
+            held, ends = server.connect(), []
+            held.request("POST", "/v1/chat/completions", json.dumps({"messages": ask("go on"), "stream": True, **LONG}))
+            held.getresponse().readline()
+
+            def one(i, fields):
+                status, _, body = server.request("POST", path, asked | fields)
+                ends.append((i, status, body["usage"]["completion_tokens"]))
+            threads = []
+            for i, priority in enumerate((None, *priorities)):
+                fields = {"max_tokens": 50, "ignore_eos": True} | ({} if priority is None else {"priority": priority})
+                threads.append(threading.Thread(target=one, args=(i, fields)))
+                threads[-1].start()
+                while f'num_requests_waiting{{pool="colocated"}} {i + 1}\n' not in server.request("GET", "/metrics")[2]:
+                    pass
+            held.close()
+            for thread in threads:
+                thread.join()
+            self.assertEqual({end[1:] for end in ends}, {(200, 50)})
+            return [end[0] for end in ends if end[0] > 0]
+        with Server("--max-num-seqs", "1") as server:
+            for path, asked in (("/v1/chat/completions", {"messages": table.QUESTION}), ("/v1/completions", {"prompt": "hi"})):
+                for priorities, expected in (((5, 0, -5), [3, 2, 1]), ((3, 3, 3), [1, 2, 3]), ((1, None, -1), [3, 2, 1])):
+                    self.row("priorities", f"{path} {priorities}", lambda p=path, a=asked, n=priorities, e=expected:
+                             self.assertEqual(order(server, p, a, n), e))
 
     def test_full_and_slow(self):
         with Server("--max-num-seqs", "1", "--max-queue", "1", "--queue-timeout", "0.3", "--request-timeout", "20") as server:

@@ -1,7 +1,8 @@
 """The contract of the HTTP side as a table: every endpoint and field, values that are taken and refused, and what they do.
 
 Words of a row: what is asked → the status, the error's `param` and `code`, or what must hold of the answer. conformance.py and
-conformance_forms.py run the rows against a server with the example model. A new field gets its rows here.
+conformance_forms.py run the rows against a server with the example model. A new field gets its rows here: conformance_contract.py
+fails while one that the code reads, or that the contract names, has none.
 """
 from serve_common import ask, data_uri, png
 from tool_models import TOOL_CALL, TOOLS
@@ -30,6 +31,7 @@ NO_SCHEMA = [5, "x", [], {"type": "a kind nobody knows"}, {"not": {}}, {"type": 
 COMMON = {
     "model": (["tiny", None], [5, []]),
     "stream": ([False, None], ["yes", 1, []]),
+    "stream_options": ([None], [{}, {"include_usage": True}, 5, []]),  # of a stream alone; conformance.py has the streams
     "max_tokens": ([1, 7, 100_000, None], [0, -1, *NO_WHOLE]),
     "temperature": ([0, 0.5, 2, None], [-0.1, 2.1, BIG, *WORDS]),
     "top_p": ([0.1, 1, None], [0, -1, 1.1, *WORDS]),
@@ -60,6 +62,7 @@ COMMON = {
 CHAT = COMMON | {
     "max_completion_tokens": ([1, 7, None], [0, -1, *NO_WHOLE]),
     "logprobs": ([True, False, None], [3, "x", []]),
+    "top_logprobs": ([0, 1, 20, None], [-1, 21, *NO_WHOLE]),
     "messages": ([QUESTION, PICTURE, [{"role": "system", "content": "s"}, *QUESTION], [{"role": "developer", "content": "s"}, *QUESTION]],
                  [5, [], {}, None, HUGE_PROMPT]),
     "mm_processor_kwargs": ([{}, {"max_pixels": 4096}, {"min_pixels": None}, None], [5, [], {"max_pixels": 0}, {"max_pixels": "x"},
@@ -78,6 +81,9 @@ COMPLETION = COMMON | {
     "suffix": (["", None], [5, [], "the end"]),  # the example model's tokenizer has no fill-in tokens
     "best_of": ([1, None], ["x", []]),
 }
+
+# What must be beside a field for its values to be taken.
+BESIDE = {"mm_processor_kwargs": {"messages": PICTURE}, "top_logprobs": {"logprobs": True}}
 
 # Answers of a form: (what is asked, its fields, what the answer must be: a JSON schema, or a pattern as a text).
 FORMS = [
