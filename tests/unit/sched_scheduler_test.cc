@@ -1,12 +1,10 @@
-// The scheduler under random loads against a pretended executor, and its rules one by one.
+// The scheduler's rules one by one; random loads are in sched_property_test.
 #include <absl/strings/match.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
-#include <set>
 
-#include "parvl/base/rng.h"
 #include "parvl/sched/record.h"
 #include "tests/unit/sched_fixture.h"
 
@@ -165,149 +163,6 @@ TEST(Scheduler, AFailedEncodingEndsThoseThatNeedItAndNobodyElse) {
   commit_sevens(scheduler, output);  // their steps were in flight
   scheduler.check_invariants();
   EXPECT_EQ(scheduler.stats().running, 1);
-}
-
-// A random load: requests that share prefixes and images, cancels, failures, late encoders. Every request ends once,
-// every token that is sampled follows the whole prompt, and nothing is held in the end.
-class RandomLoad {
- public:
-  explicit RandomLoad(uint64_t seed)
-      : rng_(seed), config_(random_config()), scheduler_(config_, [this](std::string_view line) { record_ += line; }) {}
-
-  void run() {
-    requests_ = 1 + below(30);
-    int64_t idle_steps = 0;
-    while (added_ < requests_ || !scheduler_.scheduler().idle()) {
-      ASSERT_LT(idle_steps, 200) << "no progress";
-      now_ += rng_.uniform();
-      while (added_ < requests_ && below(3) == 0) add();
-      if (below(10) == 0) cancel_one();
-      const SchedulerOutput output = scheduler_.schedule(now_);
-      check(output);
-      const bool idle = output.sequences.empty() && encoding_.empty() && added_ == requests_;
-      idle_steps = idle ? idle_steps + 1 : 0;
-      if (below(10) == 0) cancel_one();  // while the step is in flight
-      if (!output.sequences.empty()) commit(output);
-      while (!encoding_.empty() && below(2) == 0) encode_one();
-      scheduler_.scheduler().check_invariants();
-    }
-    for (const auto& [id, wish] : wishes_) EXPECT_TRUE(wish.ended) << "request " << id;
-    const SchedulerStats stats = scheduler_.scheduler().stats();
-    EXPECT_EQ(stats.blocks_used, 0);
-    EXPECT_LE(stats.prefix_hits, stats.prefix_queries);
-    const auto report = replay(record_);
-    ASSERT_TRUE(report.ok()) << report.status();
-    EXPECT_EQ(report->differing_line, 0) << report->recorded << "\n" << report->replayed;
-    EXPECT_GT(report->decisions, 0);
-  }
-
- private:
-  struct Wish {
-    int64_t prompt = 0, output = 0, got = 0;
-    bool ended = false;
-  };
-
-  int64_t below(int64_t n) { return static_cast<int64_t>(rng_.below(static_cast<uint64_t>(n))); }
-
-  SchedulerConfig random_config() {
-    SchedulerConfig config;
-    config.block_size = 1 + below(6);
-    config.max_model_len = 24 + below(60);
-    config.num_blocks = (config.max_model_len + config.block_size - 1) / config.block_size + below(40);
-    config.max_seqs = 1 + below(6);
-    config.max_batched_tokens = config.max_seqs + below(40);
-    config.encode_budget = {1 + below(100), 1, 1};
-    config.encoder_cache_bytes = 100 + below(300);
-    config.prefix_caching = below(3) > 0;
-    config.starvation_s = static_cast<double>(1 + below(30));
-    return config;
-  }
-
-  void add() {
-    Wish wish;
-    wish.prompt = 1 + below(config_.max_model_len - 1);
-    wish.output = 1 + below(config_.max_model_len - wish.prompt);
-    SchedRequest request = make_request(added_, wish.prompt, {}, static_cast<int>(below(3)));
-    if (below(3) == 0) request.prompt[static_cast<size_t>(below(wish.prompt))] = 1000 + static_cast<TokenId>(below(3));
-    for (int64_t at = below(6); at < wish.prompt && below(4) > 0;) {
-      const int64_t length = std::min<int64_t>(1 + below(8), wish.prompt - at);
-      const uint8_t key = static_cast<uint8_t>(below(5));
-      request.media.push_back(image(key, at, length, 20 + 15 * key));  // an image's key decides its bytes
-      at += length + below(5);
-    }
-    ASSERT_TRUE(scheduler_.add(std::move(request), now_).ok());
-    wishes_[added_++] = wish;
-  }
-
-  void check(const SchedulerOutput& output) {
-    int64_t tokens = 0;
-    for (const SequenceWork& work : output.sequences) {
-      tokens += work.count;
-      const Wish& wish = wishes_.at(work.id.value);
-      EXPECT_FALSE(wish.ended);
-      EXPECT_GE(static_cast<int64_t>(work.blocks.size()) * config_.block_size, work.begin + work.count);
-      EXPECT_EQ(work.samples, work.begin + work.count == wish.prompt + wish.got);
-      for (const MediaUse& use : work.media) EXPECT_TRUE(slot_ready_[use.slot.value]);
-    }
-    EXPECT_LE(tokens, config_.max_batched_tokens);
-    for (const SlotId slot : output.evicted) slot_ready_[slot.value] = false;
-    for (const EncodeWork& work : output.encodes) encoding_.push_back(work.slot);
-  }
-
-  void commit(const SchedulerOutput& output) {
-    if (below(40) == 0) {
-      for (const RequestId id : scheduler_.commit_failed(output.step)) end(id);
-      return;
-    }
-    StepTokens tokens{output.step, {}};
-    std::vector<RequestId> done;
-    for (const SequenceWork& work : output.sequences) {
-      if (!work.samples) continue;
-      tokens.tokens.push_back(static_cast<TokenId>(below(3)));
-      Wish& wish = wishes_.at(work.id.value);
-      if (++wish.got == wish.output) done.push_back(work.id);
-    }
-    scheduler_.commit(tokens);
-    for (const RequestId id : done) {
-      end(id);
-      scheduler_.finish(id);
-    }
-  }
-
-  void encode_one() {
-    const SlotId slot = encoding_.front();
-    encoding_.erase(encoding_.begin());
-    const bool ok = below(20) > 0;
-    slot_ready_[slot.value] = ok;
-    for (const RequestId id : scheduler_.commit_encode(slot, ok)) end(id);
-  }
-
-  void cancel_one() {
-    if (added_ == 0) return;
-    const RequestId id{below(added_)};
-    wishes_.at(id.value).ended = true;
-    scheduler_.finish(id);
-  }
-
-  // One that was cancelled while its step was in flight may be named once more.
-  void end(RequestId id) { wishes_.at(id.value).ended = true; }
-
-  Rng rng_;
-  SchedulerConfig config_;
-  std::string record_;
-  RecordedScheduler scheduler_;
-  std::map<int64_t, Wish> wishes_;
-  std::vector<SlotId> encoding_;
-  std::map<int64_t, bool> slot_ready_;
-  int64_t requests_ = 0, added_ = 0;
-  double now_ = 0;
-};
-
-TEST(Scheduler, SurvivesRandomLoads) {
-  for (uint64_t seed = 1; seed <= 500 && !HasFailure(); ++seed) {
-    SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    RandomLoad(seed).run();
-  }
 }
 
 TEST(Replay, NamesTheDecisionThatDiffersAndTheLineThatMakesNoSense) {
