@@ -74,11 +74,25 @@ absl::StatusOr<Json> parse_json(std::string_view text, const std::string& name, 
 
 absl::StatusOr<OrderedJson> parse_ordered_json(std::string_view text, const std::string& name,
                                                const std::vector<std::string>& keys, const JsonLimits& limits) {
-  const auto wanted = [&keys](int depth, OrderedJson::parse_event_t event, const OrderedJson& value) {
-    if (event != OrderedJson::parse_event_t::key || depth != 1 || keys.empty()) return true;
-    return std::find(keys.begin(), keys.end(), value.get_ref<const std::string&>()) != keys.end();
+  std::vector<size_t> counts;  // by depth: the keys of the object that is being read there
+  bool kept = keys.empty(), too_many = false;
+  const auto wanted = [&](int depth, OrderedJson::parse_event_t event, const OrderedJson& value) {
+    const auto level = static_cast<size_t>(depth);
+    if (event == OrderedJson::parse_event_t::object_start) {
+      counts.resize(level + 2);
+      counts[level + 1] = 0;
+    }
+    if (event != OrderedJson::parse_event_t::key) return true;
+    if (level == 1 && !keys.empty()) {
+      kept = std::find(keys.begin(), keys.end(), value.get_ref<const std::string&>()) != keys.end();
+      return kept;
+    }
+    too_many |= kept && ++counts[level] > kMaxOrderedKeys;
+    return kept && !too_many;
   };
-  return parse_within<OrderedJson>(text, name, limits, [&] { return OrderedJson::parse(text, wanted); });
+  auto parsed = parse_within<OrderedJson>(text, name, limits, [&] { return OrderedJson::parse(text, wanted); });
+  if (parsed.ok() && too_many) return invalid(name, ": an object has more than ", kMaxOrderedKeys, " keys");
+  return parsed;
 }
 
 absl::StatusOr<Json> read_json_file(const std::string& path, const JsonLimits& limits) {

@@ -3,6 +3,7 @@
 #include <absl/container/flat_hash_set.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -53,14 +54,13 @@ std::vector<std::string> types_of(const OrderedJson& schema) {
 
 // Above it {n,m} would make an automaton too large; 0 when the pattern has none.
 int64_t largest_repeat(std::string_view pattern) {
-  int64_t largest = 0;
-  for (size_t at = pattern.find('{'); at != std::string_view::npos; at = pattern.find('{', at + 1)) {
-    int64_t number = 0;
-    for (size_t i = at + 1; i < pattern.size() && pattern[i] != '}'; ++i) {
-      const char c = pattern[i];
-      number = c >= '0' && c <= '9' ? std::min<int64_t>(number * 10 + (c - '0'), 1'000'000'000) : 0;
-      largest = std::max(largest, number);
-    }
+  int64_t largest = 0, number = 0;
+  bool in_braces = false;
+  for (const char c : pattern) {
+    if (c == '{' || c == '}') in_braces = c == '{';
+    const bool digit = in_braces && c >= '0' && c <= '9';
+    number = digit ? std::min<int64_t>(number * 10 + (c - '0'), 1'000'000'000) : 0;
+    largest = std::max(largest, number);
   }
   return largest;
 }
@@ -88,6 +88,10 @@ class SchemaReader {
     if (depth > SchemaLimits::kMaxDepth) {
       return wrong("", absl::StrCat("schemas are nested deeper than the limit of ", SchemaLimits::kMaxDepth,
                                     "; use $defs and $ref, or a flatter schema"));
+    }
+    if (pointer.size() > SchemaLimits::kMaxPointerBytes) {
+      return wrong(pointer, absl::StrCat("the names on the way to this schema have more than ",
+                                         SchemaLimits::kMaxPointerBytes, " bytes together; use shorter ones"));
     }
     visited_.insert(pointer);
     if (schema.is_boolean()) {
@@ -229,10 +233,10 @@ class SchemaReader {
     for (const std::string word : kCounts) {
       const auto count = schema.find(word);
       if (count == schema.end()) continue;
-      if (count->is_number_float() && *count == static_cast<int64_t>(count->get<double>())) {
-        *count = static_cast<int64_t>(count->get<double>());
-      }
-      if (!count->is_number_integer() || *count < 0 || *count > SchemaLimits::kMaxRepeat) {
+      const double number = count->is_number() ? count->get<double>() : -1;
+      const bool within = number >= 0 && number <= SchemaLimits::kMaxRepeat;  // before it becomes an integer
+      if (within && count->is_number_float() && std::trunc(number) == number) *count = static_cast<int64_t>(number);
+      if (!within || !count->is_number_integer()) {
         return wrong(pointer, absl::StrCat("'", word, "' must be a whole number from 0 to ", SchemaLimits::kMaxRepeat,
                                            ", found ", shown(Json(*count))));
       }
@@ -261,10 +265,10 @@ class SchemaReader {
                                          " is not supported; date-time, date, time, duration, email, hostname, ipv4, "
                                          "ipv6, uuid, uri and uri-reference are"));
     }
-    if (pattern && largest_repeat(schema["pattern"].get_ref<const std::string&>()) > SchemaLimits::kMaxRepeat) {
-      return wrong(pointer, absl::StrCat("'pattern' repeats something more than ", SchemaLimits::kMaxRepeat, " times"));
-    }
-    return absl::OkStatus();
+    if (!pattern) return absl::OkStatus();
+    return check_pattern(
+        schema["pattern"].get_ref<const std::string&>(),
+        absl::StrCat(where_, pointer.empty() ? "" : " at " + excerpt("#" + pointer, 120), ": 'pattern'"));
   }
 
   absl::Status check_number(const OrderedJson& schema, const std::string& pointer) {
@@ -340,10 +344,33 @@ class SchemaReader {
 
 absl::StatusOr<OrderedJson> supported_schema(const OrderedJson& schema, const std::string& where) {
   const size_t bytes = schema.dump(-1, ' ', false, OrderedJson::error_handler_t::replace).size();
-  if (bytes > SchemaLimits::kMaxBytes) {
-    return invalid(where, ": a schema of ", bytes, " bytes is over the limit of ", SchemaLimits::kMaxBytes);
-  }
+  PARVL_RETURN_IF_ERROR(check_grammar_bytes(bytes, where));
   return SchemaReader(where).read(schema);
+}
+
+bool describes_object(const OrderedJson& supported) {
+  const OrderedJson* schema = &supported;
+  for (int64_t hop = 0; hop <= SchemaLimits::kMaxDepth; ++hop) {  // references may go in a circle
+    const auto reference = schema->find("$ref");
+    if (reference == schema->end()) {
+      const auto type = schema->find("type");
+      return type != schema->end() && *type == "object";
+    }
+    const OrderedJson::json_pointer target(percent_decode(reference->get<std::string>().substr(1)));
+    schema = &supported.at(target);  // which is a schema, as supported_schema saw to
+  }
+  return false;
+}
+
+absl::Status check_pattern(std::string_view pattern, const std::string& where) {
+  PARVL_RETURN_IF_ERROR(check_grammar_bytes(pattern.size(), where));
+  if (largest_repeat(pattern) <= SchemaLimits::kMaxRepeat) return absl::OkStatus();
+  return invalid(where, " repeats something more than ", SchemaLimits::kMaxRepeat, " times");
+}
+
+absl::Status check_grammar_bytes(size_t bytes, const std::string& where) {
+  if (bytes <= SchemaLimits::kMaxBytes) return absl::OkStatus();
+  return invalid(where, ": ", bytes, " bytes are over the limit of ", SchemaLimits::kMaxBytes);
 }
 
 }  // namespace parvl

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "parvl/base/ordered_json.h"
 #include "parvl/base/status.h"
@@ -9,10 +10,11 @@
 namespace parvl {
 
 struct SchemaLimits {
-  static constexpr size_t kMaxBytes = 128u << 10;      // of a schema's text; of all schemas of one request
+  static constexpr size_t kMaxBytes = 128u << 10;      // of a schema, pattern or list of choices; of all of one request
   static constexpr int64_t kMaxDepth = 24;             // schemas in one another
   static constexpr size_t kMaxCountedProperties = 32;  // beside minProperties or maxProperties
   static constexpr int64_t kMaxRepeat = 4096;          // minItems, maxLength and the like, and {n,m} of a pattern
+  static constexpr size_t kMaxPointerBytes = 1024;     // the names on the way to one schema, as a JSON pointer
 };
 
 // The schema as the grammar compiler reads it, whose answers are all valid under the given one (there may be valid
@@ -21,5 +23,16 @@ struct SchemaLimits {
 // be kept to: a keyword that is not understood is refused by name, never left out. `where` is what the message calls
 // the schema.
 absl::StatusOr<OrderedJson> supported_schema(const OrderedJson& schema, const std::string& where);
+
+// Whether `supported` (supported_schema's) says that its values are objects: by its type, or by that of the schema that
+// its $ref leads to.
+bool describes_object(const OrderedJson& supported);
+
+// That a pattern repeats nothing more often than kMaxRepeat and is no longer than kMaxBytes. InvalidArgument naming
+// `where`.
+absl::Status check_pattern(std::string_view pattern, const std::string& where);
+
+// That what is called `where` has at most kMaxBytes. InvalidArgument naming both.
+absl::Status check_grammar_bytes(size_t bytes, const std::string& where);
 
 }  // namespace parvl

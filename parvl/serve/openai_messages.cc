@@ -60,7 +60,8 @@ absl::Status parse_part(const Json& part, const std::string& where, const Reques
 }
 
 // What calls of tools add to a message.
-absl::Status parse_tool_parts(const Json& json, const std::string& where, const RequestRules& rules, Message& message) {
+absl::Status parse_tool_parts(const Json& json, const std::string& where, const RequestRules& rules, Message& message,
+                              size_t& argument_bytes) {
   const std::string& role = message.role;
   if (role != "system" && role != "user" && role != "assistant" && role != "tool") {
     return wrong(where + ".role", "must be system, developer, user, assistant or tool, found " + excerpt(role));
@@ -78,16 +79,16 @@ absl::Status parse_tool_parts(const Json& json, const std::string& where, const 
     return absl::OkStatus();
   }
   if (role != "assistant") return wrong(where + ".tool_calls", "belong to messages of the assistant");
-  return read_tool_calls(*calls, where + ".tool_calls", message);
+  return read_tool_calls(*calls, where + ".tool_calls", message, argument_bytes);
 }
 
 absl::Status parse_message(const Json& json, const std::string& where, const RequestRules& rules,
-                           GenerateRequest& request) {
+                           GenerateRequest& request, size_t& argument_bytes) {
   if (!json.is_object()) return wrong(where, "must be an object with `role` and `content`");
   Message message;
   PARVL_ASSIGN_OR_RETURN(message.role, required_string(json, "role", where));
   if (message.role == "developer") message.role = "system";  // OpenAI's newer name for it
-  PARVL_RETURN_IF_ERROR(parse_tool_parts(json, where, rules, message));
+  PARVL_RETURN_IF_ERROR(parse_tool_parts(json, where, rules, message, argument_bytes));
   const auto content = json.find("content");
   if (content == json.end() || content->is_null()) {
     if (message.role != "assistant") return wrong(where + ".content", "is missing");
@@ -112,8 +113,10 @@ absl::Status parse_messages(const Json& messages, const RequestRules& rules, Gen
     return wrong("messages", absl::StrCat("must be a list of messages, found ", messages.type_name()));
   }
   if (messages.empty()) return wrong("messages", "must hold at least one message");
+  size_t argument_bytes = 0;
   for (size_t i = 0; i < messages.size(); ++i) {
-    PARVL_RETURN_IF_ERROR(parse_message(messages[i], absl::StrCat("messages[", i, "]"), rules, request));
+    PARVL_RETURN_IF_ERROR(
+        parse_message(messages[i], absl::StrCat("messages[", i, "]"), rules, request, argument_bytes));
   }
   return absl::OkStatus();
 }

@@ -13,6 +13,7 @@ namespace parvl {
 namespace {
 
 constexpr size_t kMaxTools = 128, kMaxNameBytes = 64, kMaxChoices = 1000;
+constexpr size_t kMaxArgumentBytes = 4u << 20;  // of the calls in a request's messages
 
 absl::Status wrong(const std::string& field, const std::string& message) { return api_error(400, message, "", field); }
 
@@ -68,6 +69,21 @@ absl::Status read_plain_schema(const OrderedJson& value, const std::string& wher
   return constrain_to_schema(*schema, where, field, request);
 }
 
+absl::StatusOr<OrderedJson> read_choices(const OrderedJson& texts, const std::string& where, const std::string& field) {
+  if (!texts.is_array() || texts.empty() || texts.size() > kMaxChoices) {
+    return wrong(field, absl::StrCat(where, " must be a list of 1 to ", kMaxChoices, " texts"));
+  }
+  OrderedJson choices = OrderedJson::array();
+  size_t bytes = 0;
+  for (const OrderedJson& text : texts) {
+    if (!text.is_string() || text == "") return wrong(field, where + " must hold texts that are not empty");
+    bytes += text.get_ref<const std::string&>().size();
+    choices.push_back({{"type", "const_string"}, {"value", text}});
+  }
+  if (absl::Status size = check_grammar_bytes(bytes, where); !size.ok()) return with_field(size, field);
+  return OrderedJson{{"type", "or"}, {"elements", std::move(choices)}};
+}
+
 absl::Status read_structured_outputs(const OrderedJson& outputs, GenerateRequest& request) {
   constexpr char kField[] = "structured_outputs";
   if (!outputs.is_object()) return wrong(kField, "'structured_outputs' must be an object");
@@ -77,20 +93,16 @@ absl::Status read_structured_outputs(const OrderedJson& outputs, GenerateRequest
     if (key == "json") {
       PARVL_RETURN_IF_ERROR(read_plain_schema(value, where, kField, request));
     } else if (key == "json_object") {
+      if (!value.is_boolean()) return wrong(kField, where + " must be true or false");
       if (value == true) PARVL_RETURN_IF_ERROR(constrain(json_format(any_json_object()), kField, request));
     } else if (key == "regex") {
       if (!value.is_string()) return wrong(kField, where + " must be a string");
+      const absl::Status pattern = check_pattern(value.get_ref<const std::string&>(), where);
+      if (!pattern.ok()) return with_field(pattern, kField);
       PARVL_RETURN_IF_ERROR(constrain({{"type", "regex"}, {"pattern", value}}, kField, request));
     } else if (key == "choice") {
-      if (!value.is_array() || value.empty() || value.size() > kMaxChoices) {
-        return wrong(kField, absl::StrCat(where, " must be a list of 1 to ", kMaxChoices, " texts"));
-      }
-      OrderedJson choices = OrderedJson::array();
-      for (const OrderedJson& text : value) {
-        if (!text.is_string() || text == "") return wrong(kField, where + " must hold texts that are not empty");
-        choices.push_back({{"type", "const_string"}, {"value", text}});
-      }
-      PARVL_RETURN_IF_ERROR(constrain({{"type", "or"}, {"elements", std::move(choices)}}, kField, request));
+      PARVL_ASSIGN_OR_RETURN(const OrderedJson choices, read_choices(value, where, kField));
+      PARVL_RETURN_IF_ERROR(constrain(choices, kField, request));
     } else {
       return unavailable(kField, "the form " + excerpt(key) + " (json, json_object, regex and choice are known) is");
     }
@@ -123,6 +135,9 @@ absl::StatusOr<ToolFunction> read_tool(const OrderedJson& tool, const std::strin
   if (!schema.contains("$ref")) schema["type"] = "object";
   const absl::StatusOr<OrderedJson> supported = supported_schema(schema, where + ".function.parameters");
   if (!supported.ok()) return with_field(supported.status(), "tools");
+  if (!describes_object(*supported)) {
+    return wrong("tools", where + ".function.parameters: its $ref must lead to a schema of the type object");
+  }
   return ToolFunction{text, *supported};
 }
 
@@ -168,9 +183,8 @@ absl::Status read_tools(const OrderedJson& tools, const ToolChoice& choice, cons
     }
     functions.push_back(std::move(function));
   }
-  if (bytes > SchemaLimits::kMaxBytes) {
-    return wrong("tools", absl::StrCat("the schemas of 'tools' have ", bytes, " bytes together, over the limit of ",
-                                       SchemaLimits::kMaxBytes));
+  if (absl::Status size = check_grammar_bytes(bytes, "the schemas of 'tools' together"); !size.ok()) {
+    return with_field(size, "tools");
   }
   if (choice.kind == "none") return absl::OkStatus();
   if (choice.kind == "function") {
@@ -227,7 +241,7 @@ absl::Status read_output_form(std::string_view text, const Json& body, const Req
   return tools->empty() ? absl::OkStatus() : read_tools(*tools, choice, rules, request);
 }
 
-absl::Status read_tool_calls(const Json& calls, const std::string& where, Message& message) {
+absl::Status read_tool_calls(const Json& calls, const std::string& where, Message& message, size_t& argument_bytes) {
   if (!calls.is_array()) return wrong(where, where + " must be a list of calls");
   for (size_t i = 0; i < calls.size(); ++i) {
     const std::string place = absl::StrCat(where, "[", i, "]");
@@ -245,7 +259,13 @@ absl::Status read_tool_calls(const Json& calls, const std::string& where, Messag
     if (const Json* arguments = find_field(*function, "arguments"); arguments != nullptr && *arguments != "") {
       const std::string field = place + ".function.arguments";
       if (!arguments->is_string()) return wrong(where, field + " must be a string that holds a JSON object");
-      const auto parsed = parse_ordered_json(arguments->get_ref<const std::string&>(), field);
+      const auto& text = arguments->get_ref<const std::string&>();
+      argument_bytes += text.size();
+      if (argument_bytes > kMaxArgumentBytes) {
+        return wrong(where, absl::StrCat("the arguments of calls up to ", field, " have ", argument_bytes,
+                                         " bytes together, over the limit of ", kMaxArgumentBytes));
+      }
+      const auto parsed = parse_ordered_json(text, field);
       if (!parsed.ok()) return with_field(parsed.status(), where);
       if (!parsed->is_object()) return wrong(where, field + " must hold a JSON object");
       call.arguments = *parsed;

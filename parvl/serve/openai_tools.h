@@ -13,7 +13,8 @@ namespace parvl {
 absl::Status read_output_form(std::string_view text, const Json& body, const RequestRules& rules,
                               GenerateRequest& request);
 
-// A message's tool_calls → message.tool_calls. `where` names the message.
-absl::Status read_tool_calls(const Json& calls, const std::string& where, Message& message);
+// A message's tool_calls → message.tool_calls. `where` names the message. `argument_bytes`: what the arguments of the
+// request's calls have together, those before included; bounded.
+absl::Status read_tool_calls(const Json& calls, const std::string& where, Message& message, size_t& argument_bytes);
 
 }  // namespace parvl

@@ -58,6 +58,7 @@ void ToolParser::skip(const std::string& literal, State next) {
   if (++matched_ < literal.size()) return;
   matched_ = 0;
   depth_ = 0;
+  in_string_ = escaped_ = false;
   state_ = next;
 }
 

@@ -1,7 +1,9 @@
 // What a request says about the form of its answer, and calls of tools in messages and in an answer's text.
+#include <absl/strings/str_replace.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "parvl/base/ordered_json.h"
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/openai_request.h"
 #include "parvl/serve/tool_parser.h"
@@ -75,6 +77,71 @@ TEST(FormOfAnswerTest, CallsOfToolsInMessages) {
     body["messages"][body["messages"].size() - 2]["tool_calls"][0]["function"]["arguments"] = arguments;
     EXPECT_EQ(http_status_of(parse_request(body.dump(), Api::kChat, rules_with_tools()).status()), 400) << arguments;
   }
+}
+
+TEST(FormOfAnswerTest, WhatCannotBeKeptToOrCostsTooMuchIsRefusedAtOnce) {
+  const auto fields_of = [](size_t keys) {
+    std::string out = "{";
+    for (size_t i = 0; i < keys; ++i) out += absl::StrCat(i ? "," : "", "\"k", i, "\":0");
+    return out + "}";
+  };
+  const auto status_of = [](const std::string& fields) {
+    return parse_request(R"({"messages": [{"role": "user", "content": "hi"}], )" + fields + "}", Api::kChat,
+                         rules_with_tools())
+        .status();
+  };
+  const auto tool = [](const std::string& parameters) {
+    return R"("tools": [{"type": "function", "function": {"name": "f", "parameters": )" + parameters + "}}]";
+  };
+  const std::string many = fields_of(kMaxOrderedKeys + 1), text(1000, 'x');
+  std::string choices;
+  for (int i = 0; i < 200; ++i) choices += absl::StrCat(i ? "," : "", "\"", i, text, "\"");
+  const std::vector<std::pair<std::string, const char*>> wrong = {
+      {R"("structured_outputs": {"json_object": "yes"})", "structured_outputs.json_object must be true or false"},
+      {R"("structured_outputs": {"regex": "a{5000}"})", "structured_outputs.regex repeats something more than 4096"},
+      {R"("structured_outputs": {"regex": ")" + std::string(200'000, 'a') + "\"}", "200000 bytes are over the limit"},
+      {R"("structured_outputs": {"choice": [)" + choices + "]}", "structured_outputs.choice: "},
+      {R"("guided_json": {"type": "string", "maxLength": 1e300})", "'maxLength' must be a whole number from 0 to 4096"},
+      {R"("guided_json": {"properties": )" + many + "}", "an object has more than 1024 keys"},
+      {R"("guided_json": "{\"type\": \"integer\"}", "response_format": {"type": "text", "x": )" + many + "}",
+       "an object has more than 1024 keys"},
+      {tool(R"({"$ref": "#/$defs/a", "$defs": {"a": {"const": "abc"}}})"),
+       "its $ref must lead to a schema of the type"},
+      {tool(R"({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "string"}}})"),
+       "tools[0].function.parameters: its $ref must lead to"},
+      {tool(R"({"$ref": "#"})"), "its $ref must lead to"},
+      {R"("messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": )" +
+           absl::StrReplaceAll(many, {{"\"", "\\\""}}) + "}\"}}]}]",
+       "an object has more than 1024 keys"},
+      {R"("messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": \")" +
+           std::string(5'000'000, 'x') + "\\\"}\"}}]}]",
+       "over the limit of 4194304"},
+  };
+  for (const auto& [fields, message] : wrong) {
+    const absl::Status status = status_of(fields);
+    EXPECT_EQ(http_status_of(status), 400) << fields.substr(0, 200);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(message)) << fields.substr(0, 200);
+    EXPECT_LT(status.message().size(), 700u);
+  }
+  EXPECT_EQ(status_of(R"("structured_outputs": {"json_object": false, "regex": "a{4096}"})"), absl::OkStatus());
+  EXPECT_EQ(status_of(tool(R"({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {}}}}})")), absl::OkStatus());
+  // What is not read in its order may have as many keys as it likes.
+  EXPECT_EQ(
+      status_of(R"("metadata": )" + many + R"(, "guided_json": {"properties": )" + fields_of(kMaxOrderedKeys) + "}")
+          .message(),
+      status_of(R"("guided_json": {"properties": )" + fields_of(kMaxOrderedKeys) + "}").message());
+  EXPECT_EQ(status_of(R"("metadata": )" + many + R"(, "guided_json": {"type": "null"})"), absl::OkStatus());
+}
+
+TEST(ToolParserTest, BrokenArgumentsHarmNoOtherCall) {
+  ToolParser parser(rules_with_tools().tools);
+  std::string arguments;
+  for (const ToolEvent& event : parser.push("<tool_call>{\"name\": \"f\", \"arguments\": \"}</tool_call>"
+                                            "<tool_call>{\"name\": \"g\", \"arguments\": {\"a\": {}}}</tool_call>")) {
+    if (event.kind == ToolEvent::Kind::kCall) arguments.clear();
+    if (event.kind == ToolEvent::Kind::kArguments) arguments += event.text;
+  }
+  EXPECT_EQ(arguments, "{\"a\": {}}");
 }
 
 TEST(ToolParserTest, CutsMakeNoDifference) {
