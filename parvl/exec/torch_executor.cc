@@ -202,8 +202,11 @@ class TorchExecutor : public ModelExecutor {
   // What the grammars allow next, found out on a thread of its own while the model computes.
   std::future<void> fill_masks(const std::vector<StepItem>& items) {
     std::vector<std::shared_ptr<RequestState>> states;
+    std::vector<MaskJob> jobs;
     for (const StepItem& item : items) {
-      if (item.work.samples && item.state->grammar.has_value()) states.push_back(item.state);
+      if (!item.work.samples || !item.state->grammar.has_value()) continue;
+      states.push_back(item.state);
+      jobs.push_back({&*item.state->grammar, &item.state->mask, &item.state->mask_status});
     }
     auto done = std::make_shared<std::promise<void>>();
     std::future<void> future = done->get_future();
@@ -211,8 +214,8 @@ class TorchExecutor : public ModelExecutor {
       done->set_value();
       return future;
     }
-    grammar_.submit([states, done] {
-      for (const auto& state : states) state->mask_status = state->grammar->fill(state->mask);
+    grammar_.submit([states, jobs = std::move(jobs), done]() mutable {
+      parvl::fill_masks(std::move(jobs));
       done->set_value();
     });
     return future;

@@ -16,6 +16,12 @@ void Admission::Ticket::leave_line() {
   if (std::exchange(in_line_, false)) line_.in_line_ -= entry_.weight;
 }
 
+void Admission::Ticket::set_ready() {
+  if (std::exchange(ready_, true)) return;
+  line_.unready_ -= entry_.weight;
+  line_.grant();
+}
+
 bool Admission::Ticket::take_tokens(size_t tokens) {
   const size_t limit = line_.limits_.tokens;
   if (limit > 0 && line_.tokens_ > 0 && line_.tokens_ + tokens > limit) return false;
@@ -26,6 +32,7 @@ bool Admission::Ticket::take_tokens(size_t tokens) {
 
 Admission::Ticket::~Ticket() {
   leave_line();
+  if (!ready_) line_.unready_ -= entry_.weight;
   if (credit_) {
     line_.credits_.erase(place_);
     line_.granted_ -= entry_.weight;
@@ -40,12 +47,14 @@ Admission::Ticket::~Ticket() {
 }
 
 std::unique_ptr<Admission::Ticket> Admission::enter(const Entry& entry, std::function<void()> on_credit) {
-  if (granted_ >= limits_.running && waiting(entry.kind) >= limits_.waiting[index_of(entry.kind)]) return nullptr;
+  const size_t before = granted_ + (entry.ready ? 0 : unready_);  // those not ready will run before this one
+  if (before >= limits_.running && waiting(entry.kind) >= limits_.waiting[index_of(entry.kind)]) return nullptr;
   std::unique_ptr<Ticket> ticket(new Ticket(*this, entry, std::move(on_credit)));
   ticket->place_ = waiting_.insert(waiting_.end(), ticket.get());
   waiting_weight_[index_of(entry.kind)] += entry.weight;
   size_ += entry.weight;
   in_line_ += entry.weight;
+  if (!entry.ready) unready_ += entry.weight;
   grant();
   if (waiting_.size() == 1) last_departure_s_ = clock_.now_seconds();
   return ticket;
@@ -88,6 +97,7 @@ void Admission::grant() {
   const size_t credits = limits_.running == 0 ? 0 : limits_.running + 1;  // the next one is made ready
   while (!closed_ && granted_ < credits && !waiting_.empty()) {
     const auto next = next_turn();
+    if (next == waiting_.end()) return;
     Ticket& ticket = **next;
     for (auto earlier = waiting_.begin(); earlier != next; ++earlier) ++(*earlier)->passed_;
     credits_.splice(credits_.end(), waiting_, next);
@@ -99,11 +109,13 @@ void Admission::grant() {
 }
 
 std::list<Admission::Ticket*>::iterator Admission::next_turn() {
-  const auto starving = std::find_if(waiting_.begin(), waiting_.end(),
-                                     [](const Ticket* ticket) { return ticket->passed_ >= kMaxPassed; });
-  if (starving != waiting_.end()) return starving;
-  return std::min_element(waiting_.begin(), waiting_.end(),
-                          [](const Ticket* a, const Ticket* b) { return a->entry_.priority < b->entry_.priority; });
+  auto best = waiting_.end();
+  for (auto it = waiting_.begin(); it != waiting_.end(); ++it) {
+    if (!(*it)->ready_) continue;
+    if ((*it)->passed_ >= kMaxPassed) return it;
+    if (best == waiting_.end() || (*it)->entry_.priority < (*best)->entry_.priority) best = it;
+  }
+  return best;
 }
 
 }  // namespace parvl

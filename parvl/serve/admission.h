@@ -36,6 +36,7 @@ class Admission {
     size_t weight = 1;
     int priority = 0;  // a lower number goes first
     QueueKind kind = QueueKind::kText;
+    bool ready = true;  // for its turn; else after set_ready()
   };
 
   // A place in the line, given back when destroyed. Must not outlive the Admission.
@@ -45,6 +46,7 @@ class Admission {
     Ticket(const Ticket&) = delete;
     Ticket& operator=(const Ticket&) = delete;
     bool has_credit() const { return credit_; }
+    void set_ready();   // from now on its turn may come
     void leave_line();  // it waits no longer, but keeps its place
     // Once its prompts are known: counts their tokens until the ticket is destroyed. False, and nothing counted, when
     // there are too many already; the first one always may.
@@ -53,11 +55,11 @@ class Admission {
    private:
     friend class Admission;
     Ticket(Admission& line, const Entry& entry, std::function<void()> on_credit)
-        : line_(line), entry_(entry), on_credit_(std::move(on_credit)) {}
+        : line_(line), entry_(entry), on_credit_(std::move(on_credit)), ready_(entry.ready) {}
     Admission& line_;
     const Entry entry_;
     std::function<void()> on_credit_;
-    bool credit_ = false;
+    bool credit_ = false, ready_;
     bool in_line_ = true;
     int passed_ = 0;  // by how many that came later
     size_t tokens_ = 0;
@@ -85,12 +87,12 @@ class Admission {
  private:
   void grant();
   void note_departure(size_t weight);
-  std::list<Ticket*>::iterator next_turn();
+  std::list<Ticket*>::iterator next_turn();  // waiting_.end(): nobody is ready
 
   Limits limits_;
   const Clock& clock_;
   bool closed_ = false;
-  size_t granted_ = 0;                    // the weight of those whose turn has come
+  size_t granted_ = 0, unready_ = 0;      // the weight of those whose turn has come, and of those who are not ready
   std::list<Ticket*> waiting_, credits_;  // by arrival; by turn
   std::array<size_t, kQueueNames.size()> waiting_weight_{};
   size_t in_line_ = 0, tokens_ = 0;

@@ -9,8 +9,11 @@
 #include <boost/asio/thread_pool.hpp>
 #include <boost/asio/use_awaitable.hpp>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -79,6 +82,45 @@ class TimeLimit {
     bool over = false;
   };
   std::shared_ptr<State> state_;  // the timer's handler may come later than the destructor
+};
+
+// Work for another thread, which owns all that it uses: whoever waits for it may lose its patience, and then the work
+// is not begun any more, though what has begun goes on. Thread-safe, but for `done` and take(), the io_context's.
+template <typename Work>
+class PoolJob {
+ public:
+  using Result = std::invoke_result_t<Work&>;
+  explicit PoolJob(Work work) : work_(std::move(work)) {}
+
+  // False when it was given up before it began.
+  bool run() {
+    std::optional<Work> work = claim();
+    if (!work.has_value()) return false;
+    try {
+      result_.emplace((*work)());
+    } catch (...) {
+      exception_ = std::current_exception();
+    }
+    return true;
+  }
+  // Frees what the work holds, unless it has begun.
+  void give_up() { claim(); }
+  // What the work returned or threw, once it is `done`.
+  Result take() {
+    if (exception_) std::rethrow_exception(exception_);
+    return *std::move(result_);
+  }
+  bool done = false;
+
+ private:
+  std::optional<Work> claim() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(work_, std::nullopt);
+  }
+  std::mutex mutex_;
+  std::optional<Work> work_;
+  std::optional<Result> result_;
+  std::exception_ptr exception_;
 };
 
 template <typename F>

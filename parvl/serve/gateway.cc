@@ -95,9 +95,9 @@ void Gateway::stop() {
   when_idle_ = nullptr;
   admission_.close();
   stop_fetching_.request_stop();
-  pool_.join();
-  fetch_pool_.join();
-  grammar_pool_.join();
+  asio::thread_pool* const pools[] = {&pool_, &fetch_pool_, &grammar_pool_};
+  for (asio::thread_pool* pool : pools) pool->stop();  // else join() would run all that waits in it
+  for (asio::thread_pool* pool : pools) pool->join();
   model_.reset();
 }
 

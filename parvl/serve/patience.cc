@@ -40,4 +40,16 @@ absl::Status Patience::why() {
                    "request_timeout");
 }
 
+asio::awaitable<void> Patience::give_up() {
+  if (connection_.gone()) co_return;
+  absl::Status status = why();
+  HttpConnection::Headers headers;
+  if (http_status_of(status) == 503) headers = retry_after(gateway_);
+  co_await connection_.reply_error(std::move(status), std::move(headers));
+}
+
+HttpConnection::Headers retry_after(const Gateway& gateway) {
+  return {{"Retry-After", std::to_string(gateway.admission().retry_after_s())}};
+}
+
 }  // namespace parvl

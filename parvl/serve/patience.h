@@ -2,7 +2,11 @@
 // io_context's.
 #pragma once
 
+#include <memory>
+#include <optional>
 #include <stop_token>
+#include <type_traits>
+#include <utility>
 
 #include "parvl/serve/async.h"
 #include "parvl/serve/gateway.h"
@@ -23,9 +27,30 @@ class Patience {
   bool over() const { return connection_.gone() || cut() || whole_.over() || queue_.over(); }
   // Once it is over and the client is still there: what to answer, counted in the metrics.
   absl::Status why();
-  // Stopped when the time is up, the server cuts what runs, or by stop(); any thread.
+  // Answers with that, if the client is still there; nothing may be out yet.
+  asio::awaitable<void> give_up();
+  // Stopped when the time is up, the server cuts what runs, or run() gave up; any thread.
   std::stop_token stop_token() const { return stop_.get_token(); }
-  void stop() { stop_.request_stop(); }
+
+  // What `work` returns, from a thread of `pool`; none once the request is over, which stops stop_token() too. `work`
+  // must own what it uses, or use what outlives the pool's threads: it may go on without the request.
+  template <typename Work>
+  asio::awaitable<std::optional<std::invoke_result_t<Work&>>> run(asio::thread_pool& pool, Work work) {
+    const auto job = std::make_shared<PoolJob<Work>>(std::move(work));
+    const std::shared_ptr<Wakeup> wakeup = connection_.wakeup();
+    asio::post(pool, [job, wakeup, &io = gateway_.io()] {
+      if (!job->run()) return;
+      asio::post(io, [job, wakeup] {
+        job->done = true;
+        wakeup->notify();
+      });
+    });
+    while (!job->done && !over()) co_await wakeup->wait();
+    if (job->done) co_return job->take();
+    stop_.request_stop();
+    job->give_up();
+    co_return std::nullopt;
+  }
 
  private:
   bool cut() const { return gateway_.state() == Gateway::State::kCutting; }
@@ -36,5 +61,8 @@ class Patience {
   std::stop_callback<std::function<void()>> on_cut_;
   TimeLimit whole_, queue_;
 };
+
+// The header that says after which time the queue will have moved on.
+HttpConnection::Headers retry_after(const Gateway& gateway);
 
 }  // namespace parvl

@@ -65,11 +65,13 @@ absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(c
                                                                                const ImageProcessor& processor,
                                                                                int64_t max_model_len,
                                                                                const MediaPolicy& policy,
-                                                                               MediaFetcher& fetcher) {
+                                                                               const std::stop_token& stop) {
+  MediaFetcher fetcher(policy, stop);
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   int64_t tokens = 0;
   for (size_t i = 0; i < request.images.size(); ++i) {
     const MediaReference& reference = request.images[i];
+    if (stop.stop_requested()) return api_error(503, "the request was over before all its images were decoded");
     const std::string name = absl::StrCat("image ", i + 1, " of ", request.images.size(), " (", reference.where, ")");
     absl::StatusOr<std::string> bytes = load_media(reference.url, policy, name, fetcher);
     if (!bytes.ok()) return with_field(bytes.status(), reference.where);
@@ -108,9 +110,8 @@ absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request,
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   if (!request.images.empty()) {
     PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, processor_for(request.pixels, prompts.image_processor()));
-    MediaFetcher fetcher(policy, stop);
     if (media != nullptr) media->begin_s = media->clock.now_seconds();
-    PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy, fetcher));
+    PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy, stop));
     if (media != nullptr) media->end_s = media->clock.now_seconds();
   }
   absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), options);

@@ -35,7 +35,7 @@ struct PromptMaker {
   const PromptBuilder& prompts;
   const PromptLimits& limits;
   const MediaPolicy& policy;
-  std::stop_token stop = {};    // ends what is being fetched
+  std::stop_token stop = {};    // ends what is being fetched, and comes before the next image
   MediaStage* media = nullptr;  // filled when given; then one call at a time
 
   // One for the messages, or one for each plain prompt.

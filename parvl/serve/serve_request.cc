@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <deque>
+#include <memory>
+#include <optional>
 #include <utility>
 
 #include "parvl/base/log.h"
@@ -105,27 +107,42 @@ bool names_web_items(const GenerateRequest& request) {
 
 struct PreparedRequest {
   std::vector<Prompt> prompts;
-  std::shared_ptr<const Grammar> grammar;  // null: any text
-  std::vector<std::string> echoes = {};    // by prompt, when the answers repeat them
+  std::vector<std::string> echoes = {};       // by prompt, when the answers repeat them
+  double media_begin_s = 0, media_end_s = 0;  // MediaStage's
 };
 
-// The grammar that the request asks for; null when it asks for none. May take seconds.
-absl::StatusOr<std::shared_ptr<const Grammar>> compile_grammar(Gateway& gateway, const GenerateRequest& request) {
-  auto compiled = gateway.model().engine->grammars().compile(request.grammar);
-  if (compiled.ok()) return compiled;
-  return api_error(400, absl::StrCat("'", request.grammar_field, "': ", compiled.status().message()), "",
-                   request.grammar_field);
+// The grammar that the request asks for, null when it asks for none. Compiling one may take seconds, in which the
+// request has its place in the line, but takes nobody's turn. None once the request is over.
+asio::awaitable<std::optional<GrammarCompiler::Result>> make_grammar(Gateway& gateway, Patience& patience,
+                                                                     const GenerateRequest& request,
+                                                                     Admission::Ticket& ticket) {
+  if (request.grammar.empty()) co_return GrammarCompiler::Result(nullptr);
+  GrammarCompiler& grammars = gateway.model().engine->grammars();
+  std::optional<GrammarCompiler::Result> made = grammars.find(request.grammar);
+  if (!made.has_value()) {
+    auto compile = [&grammars, source = request.grammar, stop = patience.stop_token()] {
+      return grammars.compile(source, stop);
+    };
+    made = co_await patience.run(gateway.grammar_pool(), std::move(compile));
+  }
+  ticket.set_ready();
+  if (made.has_value() && absl::IsInvalidArgument(made->status())) {
+    made = api_error(400, absl::StrCat("'", request.grammar_field, "': ", made->status().message()), "",
+                     request.grammar_field);
+  }
+  co_return made;
 }
 
 // `n` generations a prompt, which it takes out of `prepared`, whose seeds follow each other.
 std::vector<RequestId> start_generations(Gateway& gateway, PreparedRequest& prepared, const GenerateRequest& request,
-                                         const RequestRow& row, const std::shared_ptr<Deltas>& deltas) {
+                                         const std::shared_ptr<const Grammar>& grammar, const RequestRow& row,
+                                         const std::shared_ptr<Deltas>& deltas) {
   std::vector<RequestId> ids;
   for (Prompt& prompt : prepared.prompts) {
     EngineRequest job;
     job.prompt = std::make_shared<const Prompt>(std::move(prompt));
     job.sampling = request.sampling;
-    job.grammar = prepared.grammar;
+    job.grammar = grammar;
     if (!request.has_seed) job.sampling.seed = gateway.random_seed();
     job.priority = request.priority;
     job.cache_salt = request.cache_salt;
@@ -154,28 +171,21 @@ Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request,
   return options;
 }
 
-QueueKind kind_of(const GenerateRequest& request) {
-  return request.images.empty() ? QueueKind::kText : QueueKind::kImage;
+Admission::Entry entry_of(const GenerateRequest& request) {
+  const QueueKind kind = request.images.empty() ? QueueKind::kText : QueueKind::kImage;
+  return {static_cast<size_t>(request.choices), request.priority, kind, request.grammar.empty()};
 }
 
-// The time after which the queue has moved on.
-HttpConnection::Headers retry_after(const Gateway& gateway) {
-  return {{"Retry-After", std::to_string(gateway.admission().retry_after_s())}};
+Usage usage_of(const PreparedRequest& prepared) {
+  Usage usage;
+  for (const Prompt& prompt : prepared.prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
+  return usage;
 }
 
 asio::awaitable<void> turn_away(Gateway& gateway, HttpConnection& connection, Refusal refusal, std::string message) {
   gateway.metrics().refused(refusal);
   co_await connection.reply_error(api_error(429, message, kRefusalNames[static_cast<size_t>(refusal)]),
                                   retry_after(gateway));
-}
-
-// Before anything is out.
-asio::awaitable<void> give_up(Gateway& gateway, HttpConnection& connection, Patience& patience) {
-  if (connection.gone()) co_return;
-  absl::Status status = patience.why();
-  HttpConnection::Headers headers;
-  if (http_status_of(status) == 503) headers = retry_after(gateway);
-  co_await connection.reply_error(std::move(status), std::move(headers));
 }
 
 // Until every generation has ended, one has failed, or the request is over.
@@ -225,38 +235,13 @@ bool is_small(const GenerateRequest& request) {
   return bytes <= kSmallText;
 }
 
-// A small body is parsed here: to go to another thread and back would take longer.
-asio::awaitable<absl::StatusOr<GenerateRequest>> parse_body(Gateway& gateway, std::string body, Api api) {
-  auto parse = [&] { return parse_request(body, api, gateway.model().rules); };
-  if (body.size() <= kSmallBody) co_return parse();
-  co_return co_await run_on(gateway.pool(), parse);
-}
-
-// On a thread of a pool, unless it is small; what it still fetches is given up when the request is over, its client
-// gone say.
-asio::awaitable<absl::StatusOr<std::vector<Prompt>>> prepare_prompts(Gateway& gateway, HttpConnection& connection,
-                                                                     Patience& patience, const GenerateRequest& request,
-                                                                     MediaStage& media) {
-  PromptMaker maker = gateway.prompt_maker(patience.stop_token());
-  maker.media = &media;
-  if (is_small(request)) co_return maker.prepare(request);
-  bool done = false;
-  std::exception_ptr exception;
-  absl::StatusOr<std::vector<Prompt>> prompts = absl::UnknownError("not prepared");
-  asio::thread_pool& pool = names_web_items(request) ? gateway.fetch_pool() : gateway.pool();
-  asio::co_spawn(gateway.io(), run_on(pool, [&] { return maker.prepare(request); }),
-                 [&](std::exception_ptr thrown, absl::StatusOr<std::vector<Prompt>> made) {
-                   exception = thrown;
-                   prompts = std::move(made);
-                   done = true;
-                   connection.wakeup()->notify();
-                 });
-  while (!done) {
-    co_await connection.wakeup()->wait();
-    if (patience.over()) patience.stop();
-  }
-  if (exception) std::rethrow_exception(exception);
-  co_return prompts;
+// A small body is parsed here: to go to another thread and back would take longer. None once the request is over.
+asio::awaitable<std::optional<absl::StatusOr<GenerateRequest>>> parse_body(Gateway& gateway, Patience& patience,
+                                                                           std::string body, Api api) {
+  const bool small = body.size() <= kSmallBody;
+  auto parse = [&gateway, body = std::move(body), api] { return parse_request(body, api, gateway.model().rules); };
+  if (small) co_return parse();
+  co_return co_await patience.run(gateway.pool(), std::move(parse));
 }
 
 std::vector<std::string> texts_of(const std::vector<PlainPrompt>& prompts, const Tokenizer& tokenizer) {
@@ -268,23 +253,27 @@ std::vector<std::string> texts_of(const std::vector<PlainPrompt>& prompts, const
   return texts;
 }
 
-// On the pools' threads: messages and media become prompts, and what the answer must look like a grammar.
-asio::awaitable<absl::StatusOr<PreparedRequest>> prepare(Gateway& gateway, HttpConnection& connection,
-                                                         Patience& patience, GenerateRequest& request,
-                                                         MediaStage& media) {
-  PreparedRequest out;
-  auto prompts = co_await prepare_prompts(gateway, connection, patience, request, media);
-  if (request.echo) out.echoes = texts_of(request.prompts, gateway.model().prompts().tokenizer());
-  request.forget_inputs();  // as large as the body, and not needed any more
-  if (!prompts.ok()) co_return prompts.status();
-  out.prompts = std::move(*prompts);
-  if (request.grammar.empty() || patience.over()) co_return out;
-  out.grammar = gateway.model().engine->grammars().find(request.grammar);
-  if (out.grammar != nullptr) co_return out;
-  auto grammar = co_await run_on(gateway.grammar_pool(), [&] { return compile_grammar(gateway, request); });
-  if (!grammar.ok()) co_return grammar.status();
-  out.grammar = std::move(*grammar);
-  co_return out;
+// Messages and media become prompts, on a thread of a pool, unless it is little work. None once the request is over;
+// what has begun then goes on with its own hold on `request`.
+asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare(
+    Gateway& gateway, Patience& patience, const std::shared_ptr<GenerateRequest>& request) {
+  auto work = [&gateway, request, stop = patience.stop_token()]() -> absl::StatusOr<PreparedRequest> {
+    PreparedRequest out;
+    MediaStage media{gateway.clock()};
+    PromptMaker maker = gateway.prompt_maker(stop);
+    maker.media = &media;
+    auto prompts = maker.prepare(*request);
+    if (request->echo) out.echoes = texts_of(request->prompts, gateway.model().prompts().tokenizer());
+    request->forget_inputs();  // as large as the body, and not needed any more
+    PARVL_RETURN_IF_ERROR(prompts.status());
+    out.prompts = std::move(*prompts);
+    out.media_begin_s = media.begin_s;
+    out.media_end_s = media.end_s;
+    return out;
+  };
+  if (is_small(*request)) co_return work();
+  asio::thread_pool& pool = names_web_items(*request) ? gateway.fetch_pool() : gateway.pool();
+  co_return co_await patience.run(pool, std::move(work));
 }
 
 }  // namespace
@@ -297,8 +286,10 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
 
   // parse
   const LoadedModel& model = gateway.model();
-  absl::StatusOr<GenerateRequest> request = co_await parse_body(gateway, connection.take_body(), api);
-  if (!request.ok()) co_return co_await connection.reply_error(request.status());
+  auto parsed = co_await parse_body(gateway, patience, connection.take_body(), api);
+  if (!parsed.has_value()) co_return co_await patience.give_up();
+  if (!parsed->ok()) co_return co_await connection.reply_error(parsed->status());
+  const auto request = std::make_shared<GenerateRequest>(**std::move(parsed));
   const std::string model_name = request->model.empty() ? gateway.options().served_names.front() : request->model;
   if (absl::Status status = gateway.check_model(model_name); !status.ok()) {
     co_return co_await connection.reply_error(std::move(status));
@@ -307,27 +298,28 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   timer.lap(Stage::kPreprocess);
 
   // admit
-  const Admission::Entry entry{static_cast<size_t>(request->choices), request->priority, kind_of(*request)};
+  const Admission::Entry entry = entry_of(*request);
   const auto ticket = gateway.admission().enter(entry, [&connection] { connection.wakeup()->notify(); });
   if (ticket == nullptr) {
     co_return co_await turn_away(gateway, connection, Refusal::kQueueFull, queue_full(gateway, entry.kind));
   }
   connection.watch();
   patience.start_waiting();
+  const auto grammar = co_await make_grammar(gateway, patience, *request, *ticket);
+  if (!patience.over() && !grammar->ok()) co_return co_await connection.reply_error(grammar->status());
   while (!ticket->has_credit() && !patience.over()) co_await connection.wakeup()->wait();
-  if (patience.over()) co_return co_await give_up(gateway, connection, patience);
+  if (patience.over()) co_return co_await patience.give_up();
   patience.stop_waiting();
   timer.lap(Stage::kQueue);
 
   // preprocess
-  MediaStage media{gateway.clock()};
-  absl::StatusOr<PreparedRequest> prepared = co_await prepare(gateway, connection, patience, *request, media);
-  if (patience.over()) co_return co_await give_up(gateway, connection, patience);
-  if (!prepared.ok()) co_return co_await connection.reply_error(prepared.status());
+  auto made = co_await prepare(gateway, patience, request);
+  if (patience.over()) co_return co_await patience.give_up();
+  if (!made->ok()) co_return co_await connection.reply_error(made->status());
+  PreparedRequest& prepared = **made;
   timer.lap(Stage::kPreprocess);
-  timer.media(media.begin_s, media.end_s);
-  Usage usage;
-  for (const Prompt& prompt : prepared->prompts) usage.prompt_tokens += static_cast<int64_t>(prompt.ids.size());
+  timer.media(prepared.media_begin_s, prepared.media_end_s);
+  Usage usage = usage_of(prepared);
 
   // enqueue
   if (!ticket->take_tokens(static_cast<size_t>(usage.prompt_tokens))) {
@@ -335,13 +327,13 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
                                  too_many_tokens(gateway.admission(), usage.prompt_tokens));
   }
   auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), timer, static_cast<size_t>(request->n)});
-  const std::vector<RequestId> jobs = start_generations(gateway, *prepared, *request, row, deltas);
+  const std::vector<RequestId> jobs = start_generations(gateway, prepared, *request, **grammar, row, deltas);
   deltas->timer.submitted();
   ticket->leave_line();
 
   // await deltas
   Answer answer(connection, model.prompts().tokenizer(),
-                answer_options(gateway, *request, model_name, std::move(prepared->echoes)));
+                answer_options(gateway, *request, model_name, std::move(prepared.echoes)));
   co_await take_all(*deltas, answer, connection, patience, request->stream);
 
   // finish

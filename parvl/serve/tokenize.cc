@@ -1,11 +1,13 @@
 #include "parvl/serve/tokenize.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "parvl/serve/gateway.h"
 #include "parvl/serve/openai_fields.h"
+#include "parvl/serve/patience.h"
 
 namespace parvl {
 namespace {
@@ -60,12 +62,16 @@ absl::StatusOr<Json> detokenize(const std::string& text, const Gateway& gateway)
 template <typename Work>
 asio::awaitable<void> answer_with(Gateway& gateway, asio::thread_pool& pool, HttpConnection& connection, Work work) {
   const Gateway::ActiveRequest active(gateway, *connection.wakeup());
+  Patience patience(gateway, connection);
+  connection.watch();
   auto run = [&gateway, work, body = connection.take_body()] { return work(body, gateway); };
-  const absl::StatusOr<Json> json = co_await run_on(pool, std::move(run));
-  if (json.ok()) {
-    co_await connection.reply(200, dump_json(*json));
+  const std::optional<absl::StatusOr<Json>> json = co_await patience.run(pool, std::move(run));
+  if (!json.has_value()) {
+    co_await patience.give_up();
+  } else if (json->ok()) {
+    co_await connection.reply(200, dump_json(**json));
   } else {
-    co_await connection.reply_error(json.status());
+    co_await connection.reply_error(json->status());
   }
 }
 

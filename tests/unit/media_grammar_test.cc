@@ -1,69 +1,17 @@
-// Schemas that are understood and that are not, what their grammars allow, and what the compiler keeps.
+// Schemas that are understood and that are not, and what their grammars allow.
 #include <gmock/gmock.h>
 
 #include <algorithm>
-#include <chrono>
 #include <random>
-#include <thread>
 
-#include "parvl/base/memory.h"
-#include "parvl/media/grammar.h"
-#include "parvl/media/json_schema.h"
 #include "parvl/media/tool_syntax.h"
-#include "tests/unit/serve_fake.h"
+#include "tests/unit/media_grammar_fixture.h"
 
 namespace parvl {
 namespace {
 
 using testing::AllOf;
 using testing::HasSubstr;
-
-constexpr TokenId kEnd = 257;  // of write_model_folder's tokenizer, whose other tokens are bytes
-
-class GrammarTest : public testing::Test {
- protected:
-  GrammarTest() {
-    write_model_folder(folder_.path());
-    tokenizer_ = *Tokenizer::load(folder_.path());
-    compiler_ = make_compiler();
-  }
-  std::unique_ptr<GrammarCompiler> make_compiler(const GrammarLimits& limits = {}) const {
-    return std::make_unique<GrammarCompiler>(*tokenizer_, std::vector<TokenId>{kEnd}, limits);
-  }
-  static absl::StatusOr<std::string> source_of(const std::string& schema) {
-    PARVL_ASSIGN_OR_RETURN(const OrderedJson parsed, parse_ordered_json(schema, "the test's schema"));
-    PARVL_ASSIGN_OR_RETURN(const OrderedJson supported, supported_schema(parsed, "schema"));
-    return grammar_source(json_format(supported));
-  }
-  absl::StatusOr<std::shared_ptr<const Grammar>> compile(const std::string& schema) {
-    PARVL_ASSIGN_OR_RETURN(const std::string source, source_of(schema));
-    return compiler_->compile(source);
-  }
-  static bool allows(const std::vector<uint32_t>& mask, TokenId id) {
-    const auto word = static_cast<size_t>(id) / 32;
-    return word < mask.size() && (mask[word] >> (id % 32) & 1) != 0;
-  }
-  // Whether the grammar takes `text`, byte by byte, and then an end.
-  static bool takes(const std::shared_ptr<const Grammar>& grammar, std::string_view text) {
-    GrammarMatcher matcher(grammar);
-    std::vector<uint32_t> mask;
-    for (const char c : text) {
-      EXPECT_FALSE(matcher.ended());
-      EXPECT_EQ(matcher.fill(mask), absl::OkStatus());
-      if (!allows(mask, static_cast<unsigned char>(c))) return false;
-      EXPECT_EQ(matcher.accept(static_cast<unsigned char>(c)), absl::OkStatus());
-    }
-    EXPECT_EQ(matcher.fill(mask), absl::OkStatus());
-    if (!allows(mask, kEnd)) return false;
-    EXPECT_EQ(matcher.accept(kEnd), absl::OkStatus());
-    EXPECT_TRUE(matcher.ended());
-    return true;
-  }
-
-  TemporaryFolder folder_;
-  std::shared_ptr<const Tokenizer> tokenizer_;
-  std::unique_ptr<GrammarCompiler> compiler_;
-};
 
 struct SchemaCase {
   const char* schema;
@@ -223,128 +171,6 @@ TEST_F(GrammarTest, NeverAllowsSpecialTokensInAText) {
   ASSERT_EQ(matcher.fill(mask), absl::OkStatus());
   EXPECT_TRUE(allows(mask, 'a'));
   for (TokenId id = 256; id <= 260; ++id) EXPECT_FALSE(allows(mask, id)) << id;
-}
-
-TEST_F(GrammarTest, KeepsWhatFitsAndForgetsTheOldest) {
-  const auto one = compiler_->compile(*source_of(R"({"type":"integer"})"));
-  ASSERT_TRUE(one.ok());
-  GrammarLimits limits;
-  limits.cache_bytes = (*one)->bytes() * 5 / 2;
-  const auto compiler = make_compiler(limits);
-  const auto source = [](int n) { return *source_of(absl::StrCat(R"({"title":")", n, R"(","type":"integer"})")); };
-  for (int n = 0; n < 3; ++n) ASSERT_TRUE(compiler->compile(source(n)).ok());
-  EXPECT_EQ(compiler->find(source(0)), nullptr);
-  EXPECT_NE(compiler->find(source(2)), nullptr);
-  const auto kept = compiler->find(source(1));
-  ASSERT_NE(kept, nullptr);
-  EXPECT_EQ(*compiler->compile(source(1)), kept);
-  ASSERT_TRUE(compiler->compile(source(3)).ok());
-  EXPECT_NE(compiler->find(source(1)), nullptr);  // used after 2
-  EXPECT_EQ(compiler->find(source(2)), nullptr);
-  EXPECT_LE(compiler->cached_bytes(), limits.cache_bytes);
-}
-
-TEST_F(GrammarTest, StopsAtTheLimitOfSteps) {
-  GrammarLimits limits;
-  limits.compile_steps = 1000;
-  const auto compiled = make_compiler(limits)->compile(*source_of(R"({"type":"object"})"));
-  EXPECT_THAT(std::string(compiled.status().message()), HasSubstr("takes more than the limit of 1000 steps"));
-  limits = {};
-  limits.token_steps = 3;
-  const auto grammar = make_compiler(limits)->compile(*source_of(R"({"type":"object"})"));
-  ASSERT_TRUE(grammar.ok());
-  GrammarMatcher matcher(*grammar);
-  absl::Status status;
-  std::vector<uint32_t> mask;
-  for (const char c : std::string_view(R"({"a":[[[1]]]})")) {
-    status.Update(matcher.fill(mask));
-    if (status.ok()) status.Update(matcher.accept(c));
-  }
-  EXPECT_THAT(std::string(status.message()), HasSubstr("limit of 3 steps a token"));
-  limits = {};
-  limits.grammar_bytes = 100;
-  EXPECT_THAT(std::string(make_compiler(limits)->compile(*source_of("{}")).status().message()), HasSubstr("MiB"));
-}
-
-std::string repeated(const std::string& text, int times) {
-  std::string out;
-  for (int i = 0; i < times; ++i) out += text;
-  return out;
-}
-
-// Whatever a client sends, time and memory are bounded: it is compiled, or refused in one sentence.
-TEST_F(GrammarTest, HostileSchemasCostLittle) {
-  std::string words, counted, alike, loops;
-  for (int i = 0; i < 3000; ++i) words += absl::StrCat(i ? "," : "", "\"word number ", i, " of many\"");
-  for (int i = 0; i < 300; ++i) {
-    counted += absl::StrCat(i ? "," : "", "\"k", i, R"(":{"type":"string"})");
-    alike += absl::StrCat(i ? "," : "", R"({"type":"object","properties":{"a":{"type":"string"},"b)", i,
-                          R"(":{"type":"integer"}},"required":["a"]})");
-  }
-  for (int i = 0; i < 60; ++i) {
-    loops += absl::StrCat(i ? "," : "", "\"d", i, R"(":{"anyOf":[{"$ref":"#/$defs/d)", (i + 1) % 60,
-                          R"("},{"$ref":"#/$defs/d)", i * 7 % 60, R"("},{"type":"array","items":{"$ref":"#/$defs/d)",
-                          i * 3 % 60, R"("}}]})");
-  }
-  const auto pattern = [](const std::string& text) { return R"({"type":"string","pattern":")" + text + "\"}"; };
-  const std::vector<std::string> schemas = {
-      repeated(R"({"type":"array","items":)", 20) + "{}" + repeated("}", 20),
-      repeated(R"({"type":"array","items":)", 40) + "{}" + repeated("}", 40),
-      repeated(R"({"anyOf":[)", 60) + "{}" + repeated("]}", 60),
-      R"({"enum":[)" + words + "]}",
-      R"({"type":"object","properties":{)" + counted + R"(},"minProperties":100,"maxProperties":200})",
-      R"({"type":"object","properties":{)" + counted + "}}",
-      R"({"anyOf":[)" + alike + "]}",
-      R"({"$defs":{)" + loops + R"(},"$ref":"#/$defs/d0"})",
-      R"({"$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{"$ref":"#/$defs/a"}]}},"$ref":"#/$defs/a"})",
-      pattern("((a{1,100}){1,100}){1,100}"),
-      pattern("(x?){1000}x{1000}"),
-      pattern("(a|aa|aaa|aaaa)*(b|bb|bbb)*(a|aa|aaa)*x{500}"),
-      pattern("(a|b|ab|ba|aab|bba)*c(a|b)*[ab]{64}"),
-      pattern("(.*a){40}"),
-      pattern("[\\\\s\\\\S]{4000}"),
-      pattern(repeated("(a*)*", 200)),
-      pattern(repeated("(", 2000) + "a" + repeated(")*", 2000)),
-      pattern(repeated("(a|", 2000) + "b" + repeated(")", 2000)),
-      R"({"type":"string","minLength":3000,"maxLength":4096})",
-      R"({"type":"array","items":{"type":"array","items":{"type":"string","maxLength":4000},"maxItems":4000},"minItems":4000})",
-      R"({"title":")" + std::string(1 << 20, 'x') + "\"}",
-  };
-  const int64_t free_before = available_bytes();
-  for (const std::string& schema : schemas) {
-    const auto start = std::chrono::steady_clock::now();
-    const auto grammar = compile(schema);
-    if (grammar.ok()) {
-      GrammarMatcher matcher(*grammar);
-      std::vector<uint32_t> mask;
-      for (int step = 0; step < 50 && !matcher.ended() && matcher.fill(mask).ok(); ++step) {
-        TokenId id = 0;
-        while (!allows(mask, id)) ++id;
-        ASSERT_EQ(matcher.accept(id), absl::OkStatus());
-      }
-    } else {
-      EXPECT_LT(grammar.status().message().size(), 700u);
-      EXPECT_TRUE(absl::IsInvalidArgument(grammar.status())) << grammar.status();
-    }
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    EXPECT_LT(seconds, 20) << schema.substr(0, 200);  // a second or two alone on a machine
-  }
-  EXPECT_GT(available_bytes(), free_before - (int64_t{1} << 30));
-}
-
-TEST_F(GrammarTest, CompilesFromManyThreads) {
-  std::vector<std::thread> threads;
-  std::atomic<int> good = 0;
-  for (int t = 0; t < 4; ++t) {
-    threads.emplace_back([&, t] {
-      for (int i = 0; i < 5; ++i) {
-        const auto grammar = compile(absl::StrCat(R"({"type":"integer","minimum":)", (i + t) % 5, "}"));
-        good += grammar.ok() && takes(*grammar, "77");
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(good, 20);
 }
 
 TEST_F(GrammarTest, ToolCallsBeginAtTheTriggerAndAreWhole) {

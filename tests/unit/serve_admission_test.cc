@@ -32,6 +32,29 @@ struct Line {
   std::vector<int> turns;
 };
 
+TEST(Admission, WhoIsNotReadyHasAPlaceButNoTurn) {
+  Line line(limits_of(2, 1));
+  auto a = line.enter(1, {.ready = false}), b = line.enter(2, {.ready = false}), c = line.enter(3);
+  EXPECT_THAT(line.turns, ElementsAre(3));
+  EXPECT_EQ(line.enter(4, {.ready = false}), nullptr);  // two wait already
+  auto d = line.enter(5);
+  EXPECT_EQ(d, nullptr);
+  b->set_ready();
+  EXPECT_THAT(line.turns, ElementsAre(3, 2));  // made ready while 3 runs
+  a->set_ready();
+  a->set_ready();
+  c.reset();
+  EXPECT_THAT(line.turns, ElementsAre(3, 2, 1));
+  a.reset();
+  b.reset();
+  EXPECT_EQ(line.admission.size(), 0u);
+  auto e = line.enter(6, {.ready = false});
+  e.reset();  // one that leaves before it is ready
+  auto f = line.enter(7), g = line.enter(8), h = line.enter(9, {.ready = false});
+  EXPECT_THAT(line.turns, ElementsAre(3, 2, 1, 7, 8));
+  EXPECT_NE(h, nullptr);
+}
+
 TEST(Admission, CreditsGoByArrivalAndPlacesComeBack) {
   Line line(limits_of(2, 1));
   auto a = line.enter(1), b = line.enter(2), c = line.enter(3);

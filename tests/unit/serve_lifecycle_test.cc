@@ -1,4 +1,4 @@
-// Waiting, leaving, loading and shutting down.
+// Waiting, leaving and loading.
 #include <absl/strings/str_split.h>
 
 #include "parvl/base/log.h"
@@ -7,7 +7,6 @@
 namespace parvl {
 namespace {
 
-using std::chrono::milliseconds;
 using testing::HasSubstr;
 
 TEST_F(ServerTest, FullQueueIs429) {
@@ -163,86 +162,6 @@ TEST_F(ServerTest, LoadFailureEndsRun) {
   join();
   EXPECT_EQ(exit_code(result_), 2);
   EXPECT_EQ(result_.message(), "no config.json in models/tiny");
-}
-
-TEST_F(ServerTest, ShutdownWhileLoadingDoesNotWaitForTheLoader) {
-  auto go = std::make_shared<std::promise<void>>();
-  auto done = std::make_shared<std::promise<void>>();
-  start_with([wait = go->get_future().share(), done]() -> absl::StatusOr<std::unique_ptr<Engine>> {
-    wait.wait();
-    done->set_value();
-    return invalid("too late");
-  });
-  EXPECT_EQ(get("/livez").status, 200);
-  server_->shutdown();
-  join();
-  EXPECT_TRUE(result_.ok());
-  EXPECT_TRUE(server_->loader_abandoned());
-  go->set_value();
-  done->get_future().wait();
-}
-
-TEST_F(ServerTest, ShutdownLetsTheRunningRequestFinish) {
-  start();
-  close_gate();
-  Json body = user_says("hi");
-  body["stream"] = true;
-  TestClient client(server_->port());
-  client.send(chat_request(body));
-  ASSERT_TRUE(wait_started(1));
-  script_->allow(1);
-  EXPECT_THAT(client.read_until("Hel"), HasSubstr("200 OK"));
-  server_->shutdown();
-  while (get("/readyz").status != 503) {
-  }
-  EXPECT_EQ(get("/livez").status, 200);
-  EXPECT_EQ(get("/health").code(), "draining");
-  EXPECT_EQ(chat(user_says("late")).status, 503);
-  open_gate();
-  EXPECT_THAT(client.read_until("[DONE]"), HasSubstr("\"finish_reason\":\"stop\""));
-  join();
-  EXPECT_TRUE(result_.ok());
-}
-
-TEST_F(ServerTest, ShutdownTimeoutCutsWithAnError) {
-  options_.shutdown_timeout = milliseconds(50);
-  start();
-  close_gate();
-  Json body = user_says("hi");
-  TestClient whole(server_->port()), stream(server_->port());
-  whole.send(chat_request(body));
-  ASSERT_TRUE(wait_started(1));
-  body["stream"] = true;
-  stream.send(chat_request(body));
-  ASSERT_TRUE(wait_admitted(2));
-  server_->shutdown();
-  const TestReply reply = whole.read_reply();
-  EXPECT_EQ(reply.status, 503);
-  EXPECT_EQ(reply.code(), "draining");
-  EXPECT_EQ(stream.read_reply().status, 503);  // not begun, so a status as well
-  open_gate();
-  join();
-  EXPECT_TRUE(result_.ok());
-}
-
-TEST_F(ServerTest, ShutdownTimeoutEndsABegunStreamWithAnErrorEvent) {
-  options_.shutdown_timeout = milliseconds(50);
-  start();
-  close_gate();
-  Json body = user_says("hi");
-  body["stream"] = true;
-  TestClient client(server_->port());
-  client.send(chat_request(body));
-  ASSERT_TRUE(wait_started(1));
-  script_->allow(1);
-  EXPECT_THAT(client.read_until("Hel"), HasSubstr("200 OK"));
-  server_->shutdown();
-  const std::string rest = client.read_until("\r\n0\r\n\r\n");
-  EXPECT_THAT(rest, HasSubstr("event: error\ndata: {\"error\""));
-  EXPECT_THAT(rest, testing::Not(HasSubstr("[DONE]")));
-  open_gate();
-  join();
-  EXPECT_TRUE(result_.ok());
 }
 
 TEST_F(ServerTest, ListenErrorsNameTheFlag) {
