@@ -1,5 +1,5 @@
-// The program `parvl`: reads the command line, runs one command, and turns its status into the exit code and the last
-// line on standard error.
+// The programs `parvl` and `parvl-engine`: reads the command line, runs one command, and turns its status into the exit
+// code and the last line on standard error.
 #include <absl/strings/numbers.h>
 #include <absl/strings/str_join.h>
 
@@ -22,36 +22,10 @@
 namespace parvl {
 namespace {
 
-struct UnavailableCommand {
-  const char* name;
-  const char* does;
-};
-
-// Commands of the contract that are not built yet. A line goes when its file comes.
-constexpr UnavailableCommand kUnavailable[] = {
-    {"launch", "Starts a training on several processes"},
-    {"verify", "Compares a layout's gradients with one process"},
-    {"profile", "Measures each module's time, memory and communication"},
-    {"plan", "Chooses parallelism, pool sizes and placement"},
-    {"simulate", "Runs a trace through the scheduler without devices"},
-    {"ctl", "Operates a running server"},
-    {"doctor", "Checks this machine"},
-};
-
-void add_unavailable_commands(CLI::App& app, Context& context) {
-  for (const UnavailableCommand& command : kUnavailable) {
-    CLI::App* sub = app.add_subcommand(command.name, std::string(command.does) + " (not available yet)");
-    sub->allow_extras();
-    sub->prefix_command();  // whatever follows is not ours to judge
-    run_with(*sub, context, [name = command.name] { return not_available_yet(std::string("'parvl ") + name + "'"); });
-  }
-}
-
 void add_commands(CLI::App& app, Context& context) {
 #define PARVL_COMMAND(name) add_##name##_command(app, context);
 #include "commands.inc"
 #undef PARVL_COMMAND
-  add_unavailable_commands(app, context);
 }
 
 // The subcommand that the user got as far as, `parvl model inspect` say.
@@ -95,7 +69,7 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
 
 int report(int code, const std::string& sentence) {
   std::cout.flush();
-  std::fprintf(stderr, "parvl: %s\n", one_line(sentence).c_str());
+  std::fprintf(stderr, PARVL_PROGRAM ": %s\n", one_line(sentence).c_str());
   return code;
 }
 
@@ -108,14 +82,14 @@ int run(int argc, char** argv) {
     }
   }
   CLI::App app("ParVL trains and serves multimodal language models on clusters whose parts are unlike each other.",
-               "parvl");
-  app.set_version_flag("--version", "parvl " + context.version);
+               PARVL_PROGRAM);
+  app.set_version_flag("--version", PARVL_PROGRAM " " + context.version);
   app.require_subcommand(0, 1);
   add_commands(app, context);
   absl::Status status;
   try {
     app.parse(argc, argv);
-    if (context.selected == nullptr) return report(2, "no command given (see `parvl --help`)");
+    if (context.selected == nullptr) return report(2, "no command given (see `" PARVL_PROGRAM " --help`)");
     status = context.selected();
   } catch (const CLI::Success& done) {  // --help and --version
     app.exit(done, std::cout, std::cerr);

@@ -10,6 +10,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/exec/decode_graphs.h"
+#include "parvl/exec/job_thread.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/media/grammar.h"
@@ -43,48 +44,6 @@ struct StepItem {
   std::shared_ptr<RequestState> state;
   SequenceWork work;
   std::vector<at::Tensor> visual;  // by work.media: the encoder's output [tokens, hidden] of the whole item
-};
-
-// Runs jobs one after another on its own thread.
-class JobThread {
- public:
-  JobThread() : thread_([this] { loop(); }) {}
-  ~JobThread() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    arrived_.notify_one();
-    thread_.join();
-  }
-  void submit(std::function<void()> job) {
-    {
-      std::lock_guard lock(mutex_);
-      jobs_.push_back(std::move(job));
-    }
-    arrived_.notify_one();
-  }
-
- private:
-  void loop() {
-    at::NoGradGuard no_grad;
-    for (;;) {
-      std::function<void()> job;
-      {
-        std::unique_lock lock(mutex_);
-        arrived_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
-        if (stopping_) return;
-        job = std::move(jobs_.front());
-        jobs_.pop_front();
-      }
-      job();
-    }
-  }
-  std::mutex mutex_;
-  std::condition_variable arrived_;
-  std::deque<std::function<void()>> jobs_;
-  bool stopping_ = false;
-  std::thread thread_;
 };
 
 class TorchExecutor : public ModelExecutor {
@@ -125,8 +84,11 @@ class TorchExecutor : public ModelExecutor {
   void submit(const SchedulerOutput& output) override {
     for (const SlotId slot : output.evicted) slots_.erase(slot);
     for (const EncodeWork& work : output.encodes) {
-      const std::shared_ptr<const Prompt> prompt = states_.at(work.id)->prompt;
-      encoder_.submit([this, prompt, work] { encode(*prompt, work); });
+      {
+        std::lock_guard lock(encodes_mutex_);
+        encodes_.push_back({states_.at(work.id)->prompt, work});
+      }
+      encoder_.submit([this] { encode_waiting(); });
     }
     if (output.sequences.empty()) return;
     auto items = std::make_shared<std::vector<StepItem>>();
@@ -163,28 +125,66 @@ class TorchExecutor : public ModelExecutor {
     notify_();
   }
 
-  // On the encoder's thread.
-  void encode(const Prompt& prompt, const EncodeWork& work) {
-    Done done;
-    done.completion.start_s = clock_.now_seconds();
-    done.completion.kind = Completion::Kind::kEncode;
-    done.completion.slot = work.slot;
-    done.completion.status = catch_exceptions("encoding an image failed", [&] {
-      const MediaSpan& span = prompt.media[static_cast<size_t>(work.item)];
-      const ProcessedImage& image = *prompt.images[static_cast<size_t>(span.image_index)];
-      SequenceInput input;
-      input.images.push_back({0, {image.grid_t, image.grid_h, image.grid_w}});
-      input.pixels.push_back(image.patches.data());
-      done.visual = encode_images(model(), pack_images(model(), {input}, files_.device), files_.device);
+  struct Encode {
+    std::shared_ptr<const Prompt> prompt;
+    EncodeWork work;
+    const MediaSpan& span() const { return prompt->media[static_cast<size_t>(work.item)]; }
+    const ProcessedImage& image() const { return *prompt->images[static_cast<size_t>(span().image_index)]; }
+  };
+
+  // On the encoder's thread: those that wait, as many as belong into one batch.
+  void encode_waiting() {
+    std::vector<Encode> batch;
+    {
+      std::lock_guard lock(encodes_mutex_);
+      for (int64_t patches = 0; !encodes_.empty(); encodes_.pop_front()) {
+        patches += encodes_.front().image().num_patches();
+        if (!batch.empty() && (!files_.device.is_cuda() || patches > kEncodePatches)) break;
+        batch.push_back(std::move(encodes_.front()));
+      }
+    }
+    if (!batch.empty()) encode(batch);  // else an earlier turn took this one's
+  }
+
+  void encode(const std::vector<Encode>& batch) {
+    at::NoGradGuard no_grad;
+    std::vector<Done> done(batch.size());
+    const double start = clock_.now_seconds();
+    const absl::Status status = catch_exceptions("encoding an image failed", [&] {
+      std::vector<SequenceInput> inputs(1);
+      for (const Encode& encode : batch) {
+        const ProcessedImage& image = encode.image();
+        inputs[0].images.push_back({0, {image.grid_t, image.grid_h, image.grid_w}});
+        inputs[0].pixels.push_back(image.patches.data());
+      }
+      const at::Tensor visual = encode_images(model(), pack_images(model(), inputs, files_.device), files_.device);
+      int64_t row = 0;
+      for (size_t i = 0; i < batch.size(); ++i) {
+        // Its own memory, so that an image that is evicted gives it back.
+        done[i].visual = batch.size() == 1 ? visual : visual.narrow(0, row, batch[i].span().length).clone();
+        row += batch[i].span().length;
+      }
       synchronize(files_.device);
       return absl::OkStatus();
     });
-    done.completion.end_s = clock_.now_seconds();
-    report(std::move(done));
+    if (!status.ok() && batch.size() > 1) {  // a bad one harms only itself
+      for (const Encode& one : batch) encode(std::vector<Encode>{one});
+      return;
+    }
+    for (size_t i = 0; i < batch.size(); ++i) {
+      Completion& completion = done[i].completion;
+      completion.kind = Completion::Kind::kEncode;
+      completion.slot = batch[i].work.slot;
+      completion.status = status;
+      completion.start_s = start;
+      completion.end_s = clock_.now_seconds();
+      report(std::move(done[i]));
+    }
   }
 
   // On the backbone's thread.
   void run_step(std::vector<StepItem>& items, StepId step) {
+    at::NoGradGuard no_grad;
     Done done;
     done.completion.start_s = clock_.now_seconds();
     done.completion.step = step;
@@ -367,6 +367,7 @@ class TorchExecutor : public ModelExecutor {
   }
 
   static constexpr int64_t kMaxGraphRows = 256;
+  static constexpr int64_t kEncodePatches = 16384;  // of a batch of images on a GPU; one alone may have more
 
   LoadedFiles files_;
   const Clock& clock_;
@@ -376,6 +377,8 @@ class TorchExecutor : public ModelExecutor {
   // The caller's thread only.
   absl::flat_hash_map<RequestId, std::shared_ptr<RequestState>> states_;
   absl::flat_hash_map<SlotId, at::Tensor> slots_;
+  std::mutex encodes_mutex_;
+  std::deque<Encode> encodes_;  // that no job has taken yet
   std::mutex mutex_;
   std::deque<Done> done_;
   std::function<void()> notify_;

@@ -1,7 +1,8 @@
-// Times recorded decode steps on a GPU by themselves: no scheduler, no text. One line a batch size, with the bytes of
-// weights and keys that a step must read over the time.
+// Times a model's steps on a GPU by themselves: no scheduler, no text. First its vision encoder, if it has one, for
+// images of 1,024 patches; then recorded decode steps, a line a batch size, with the bytes of weights and keys that a
+// step must read over the time.
 //
-//   decode_bench MODEL_DIR LENGTH [ROWS...]
+//   gpu_bench MODEL_DIR LENGTH [ROWS...]
 #include <algorithm>
 #include <cstdio>
 #include <iostream>
@@ -9,10 +10,37 @@
 #include "parvl/base/clock.h"
 #include "parvl/exec/decode_graphs.h"
 #include "parvl/exec/load.h"
+#include "parvl/models/packing.h"
 #include "parvl/nn/device.h"
 
 namespace parvl {
 namespace {
+
+double median(std::vector<double> times) {
+  std::nth_element(times.begin(), times.begin() + static_cast<int64_t>(times.size() / 2), times.end());
+  return times[times.size() / 2];
+}
+
+// From pixels on the host to embeddings on the device.
+void bench_encoder(const LoadedFiles& files, const Clock& clock, int64_t images) {
+  const Model& model = *files.model;
+  const Grid grid = {1, 32, 32};
+  std::vector<float> pixels(static_cast<size_t>(grid.patches() * model.spec().vision->patch_values()), 0.3f);
+  std::vector<SequenceInput> inputs(1);
+  for (int64_t i = 0; i < images; ++i) {
+    inputs[0].images.push_back({0, grid});
+    inputs[0].pixels.push_back(pixels.data());
+  }
+  std::vector<double> times;
+  for (int i = 0; i < 12; ++i) {
+    const double start = clock.now_seconds();
+    encode_images(model, pack_images(model, inputs, files.device), files.device);
+    synchronize(files.device);
+    if (i >= 2) times.push_back(clock.now_seconds() - start);
+  }
+  std::printf("vision encoder: %2ld images of %ld patches: %.3f ms an image\n", static_cast<long>(images),
+              static_cast<long>(grid.patches()), median(times) * 1e3 / static_cast<double>(images));
+}
 
 absl::Status run(int argc, char** argv) {
   LoadOptions load;
@@ -34,6 +62,9 @@ absl::Status run(int argc, char** argv) {
     at::Tensor(pages.values(layer)).normal_();
   }
   const RealClock clock;
+  if (files.model->vision_encoder() != nullptr) {
+    for (const int64_t images : {1, 4, 16}) bench_encoder(files, clock, images);
+  }
   double weights = 0;
   for (const Param* param : files.model->params().owned()) {
     // The embedding's rows are looked up, not read, unless they are the output matrix too.
@@ -61,11 +92,11 @@ absl::Status run(int argc, char** argv) {
       graphs->run(rows);
       if (i >= 10) times.push_back(clock.now_seconds() - start);
     }
-    std::nth_element(times.begin(), times.begin() + 25, times.end());
+    const double seconds = median(times);
     const double keys = 4.0 * static_cast<double>(count * length * spec.layers * spec.kv_heads * spec.head_dim);
     std::printf("%s: %3ld sequences of %ld tokens: %.3f ms a step, %.0f tokens/s, %.2f TB/s\n", argv[1],
-                static_cast<long>(count), static_cast<long>(length), times[25] * 1e3,
-                static_cast<double>(count) / times[25], (weights + keys) / times[25] * 1e-12);
+                static_cast<long>(count), static_cast<long>(length), seconds * 1e3,
+                static_cast<double>(count) / seconds, (weights + keys) / seconds * 1e-12);
   }
   return absl::OkStatus();
 }
@@ -75,10 +106,10 @@ absl::Status run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   if (argc < 3) {
-    std::fprintf(stderr, "usage: decode_bench MODEL_DIR LENGTH [ROWS...]\n");
+    std::fprintf(stderr, "usage: gpu_bench MODEL_DIR LENGTH [ROWS...]\n");
     return 2;
   }
-  const absl::Status status = parvl::catch_exceptions("decode_bench", [&] { return parvl::run(argc, argv); });
+  const absl::Status status = parvl::catch_exceptions("gpu_bench", [&] { return parvl::run(argc, argv); });
   if (!status.ok()) std::cerr << status.message() << "\n";
   return parvl::exit_code(status);
 }

@@ -1,0 +1,55 @@
+// A thread that runs jobs in order.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace parvl {
+
+// Runs jobs one after another on its own thread. The destructor waits for the job that runs; what
+// waits behind it is dropped.
+class JobThread {
+ public:
+  JobThread() : thread_([this] { loop(); }) {}
+  ~JobThread() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    arrived_.notify_one();
+    thread_.join();
+  }
+  void submit(std::function<void()> job) {
+    {
+      std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    arrived_.notify_one();
+  }
+
+ private:
+  void loop() {
+    for (;;) {
+      std::function<void()> job;
+      {
+        std::unique_lock lock(mutex_);
+        arrived_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+        if (stopping_) return;
+        job = std::move(jobs_.front());
+        jobs_.pop_front();
+      }
+      job();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<std::function<void()>> jobs_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace parvl
