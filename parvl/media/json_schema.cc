@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "parvl/base/text.h"
+#include "parvl/media/json_values.h"
 
 namespace parvl {
 namespace {
@@ -248,7 +249,7 @@ class SchemaReader {
     return absl::OkStatus();
   }
 
-  absl::Status check_string(const OrderedJson& schema, const std::string& pointer) {
+  absl::Status check_string(OrderedJson& schema, const std::string& pointer) {
     for (const char* word : {"format", "pattern"}) {
       if (schema.contains(word) && !schema[word].is_string()) {
         return wrong(pointer, absl::StrCat("'", word, "' must be a string"));
@@ -265,6 +266,10 @@ class SchemaReader {
                                          " is not supported; date-time, date, time, duration, email, hostname, ipv4, "
                                          "ipv6, uuid, uri and uri-reference are"));
     }
+    if (const std::string exact = format ? exact_pattern(schema["format"].get<std::string>()) : ""; !exact.empty()) {
+      schema.erase("format");
+      schema["pattern"] = exact;
+    }
     if (!pattern) return absl::OkStatus();
     return check_pattern(
         schema["pattern"].get_ref<const std::string&>(),
@@ -278,7 +283,8 @@ class SchemaReader {
         return wrong(pointer, absl::StrCat("'", word, "' must be a number, found ", bound->type_name()));
       }
     }
-    return absl::OkStatus();
+    const absl::Status range = check_range(schema, !holds(types_of(schema), "number"));
+    return range.ok() ? range : wrong(pointer, std::string(range.message()));
   }
 
   absl::Status check_array(OrderedJson& schema, const std::string& pointer) {
