@@ -68,6 +68,8 @@ class ClosedLoop {
     image->grid_w = flags_.image[0];
     image->grid_h = flags_.image[1];
     image->merge_size = config.merge_size;
+    // As a server knows it, from the source's bytes; else the engine would hash the patches.
+    for (size_t i = 0; i < sizeof seed; ++i) image->key[i] = static_cast<uint8_t>((seed + 1) >> (8 * i));
     Rng rng(static_cast<uint64_t>(seed));
     const int64_t values = config.patch_size * config.patch_size * config.temporal_patch_size * 3;
     image->patches.resize(static_cast<size_t>(image->num_patches() * values));
