@@ -9,11 +9,13 @@ namespace {
 
 constexpr char kHex[] = "0123456789abcdef";
 
-std::string hex(const MediaKey& key) {
+template <typename Bytes>
+std::string hex(const Bytes& bytes) {
   std::string out;
-  for (const uint8_t byte : key.bytes) {
-    out += kHex[byte >> 4];
-    out += kHex[byte & 15];
+  out.reserve(2 * bytes.size());
+  for (const auto byte : bytes) {
+    out += kHex[static_cast<uint8_t>(byte) >> 4];
+    out += kHex[static_cast<uint8_t>(byte) & 15];
   }
   return out;
 }
@@ -34,23 +36,20 @@ Json config_json(const SchedulerConfig& c) {
 Json request_json(const SchedRequest& request, double now) {
   Json media = Json::array();
   for (const MediaItem& m : request.media) {
-    media.push_back({{"key", hex(m.key)},
+    media.push_back({{"key", hex(m.key.bytes)},
                      {"modality", static_cast<int>(m.modality)},
                      {"begin", m.begin},
                      {"length", m.length},
                      {"cost", m.cost},
                      {"bytes", m.bytes}});
   }
-  // A salt may be any bytes; JSON is UTF-8.
-  Json salt = Json::array();
-  for (const char c : request.cache_salt) salt.push_back(static_cast<unsigned char>(c));
   return {{"event", "add"},
           {"now", now},
           {"id", request.id.value},
           {"priority", request.priority},
           {"prompt", request.prompt},
           {"media", media},
-          {"salt", salt}};
+          {"salt", hex(request.cache_salt)}};  // it may be any bytes; JSON is UTF-8
 }
 
 Json ids_json(const std::vector<RequestId>& ids) {

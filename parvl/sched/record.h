@@ -11,7 +11,7 @@
 
 namespace parvl {
 
-inline constexpr int kRecordFormat = 1;
+inline constexpr int kRecordFormat = 2;
 
 class RecordedScheduler {
  public:

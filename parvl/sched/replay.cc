@@ -68,18 +68,25 @@ std::vector<TokenId> tokens_at(const Json& object, const char* name) {
   return tokens;
 }
 
-uint8_t digit(char c) {
-  if (c >= '0' && c <= '9') return static_cast<uint8_t>(c - '0');
-  if (c < 'a' || c > 'f') wrong("a media key is not 64 hexadecimal digits");
-  return static_cast<uint8_t>(c - 'a' + 10);
+// Of hexadecimal digits, two a byte.
+std::string bytes_at(const Json& object, const char* name) {
+  const std::string text = text_at(object, name);
+  const auto digit = [name](char c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    if (c < 'a' || c > 'f') wrong(absl::StrCat("'", name, "' holds a character that is no hexadecimal digit"));
+    return c - 'a' + 10;
+  };
+  if (text.size() % 2 != 0) wrong(absl::StrCat("'", name, "' has an odd number of hexadecimal digits"));
+  std::string out;
+  for (size_t i = 0; i < text.size(); i += 2) out += static_cast<char>(digit(text[i]) << 4 | digit(text[i + 1]));
+  return out;
 }
 
-MediaKey key_from(const std::string& text) {
+MediaKey key_at(const Json& object) {
   MediaKey key;
-  if (text.size() != 2 * key.bytes.size()) wrong("a media key is not 64 hexadecimal digits");
-  for (size_t i = 0; i < key.bytes.size(); ++i) {
-    key.bytes[i] = static_cast<uint8_t>(digit(text[2 * i]) << 4 | digit(text[2 * i + 1]));
-  }
+  const std::string bytes = bytes_at(object, "key");
+  if (bytes.size() != key.bytes.size()) wrong("a media key is not 64 hexadecimal digits");
+  std::copy(bytes.begin(), bytes.end(), key.bytes.begin());
   return key;
 }
 
@@ -107,12 +114,10 @@ SchedRequest request_from(const Json& j) {
   request.prompt = tokens_at(j, "prompt");
   for (const Json& m : list_at(j, "media")) {
     const int64_t modality = within(whole_at(m, "modality"), 0, kModalities - 1, "modality");
-    request.media.push_back({key_from(text_at(m, "key")), static_cast<Modality>(modality), whole_at(m, "begin"),
-                             whole_at(m, "length"), whole_at(m, "cost"), whole_at(m, "bytes")});
+    request.media.push_back({key_at(m), static_cast<Modality>(modality), whole_at(m, "begin"), whole_at(m, "length"),
+                             whole_at(m, "cost"), whole_at(m, "bytes")});
   }
-  for (const Json& byte : list_at(j, "salt")) {
-    request.cache_salt += static_cast<char>(within(whole(byte, "salt"), 0, 255, "salt"));
-  }
+  request.cache_salt = bytes_at(j, "salt");
   return request;
 }
 

@@ -46,6 +46,8 @@ constexpr std::string_view kChatFields[] = {"messages",    "max_completion_token
                                             "modalities",  "mm_processor_kwargs"};
 constexpr std::string_view kCompletionFields[] = {"prompt", "echo", "suffix", "best_of"};
 
+constexpr size_t kMaxSaltBytes = 256;  // a salt is kept with each cached prompt that begins with it
+
 template <typename List>
 bool contains(const List& list, std::string_view name) {
   return std::find(std::begin(list), std::end(list), name) != std::end(list);
@@ -171,6 +173,12 @@ absl::Status read_engine_fields(const Json& body, GenerateRequest& request) {
   if (const Json* salt = find_field(body, "cache_salt"); salt != nullptr && *salt == "") {
     return api_error(400, "'cache_salt' must not be empty; leave it out to share cached prompts with everyone", "",
                      "cache_salt");
+  }
+  if (request.cache_salt.size() > kMaxSaltBytes) {
+    return api_error(400,
+                     absl::StrCat("'cache_salt' has ", request.cache_salt.size(), " bytes, over the limit of ",
+                                  kMaxSaltBytes, "; send a hash of it"),
+                     "", "cache_salt");
   }
   return absl::OkStatus();
 }

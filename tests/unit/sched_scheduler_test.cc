@@ -195,7 +195,7 @@ TEST(Replay, RefusesWhatNoEngineCouldHaveTold) {
   RecordedScheduler scheduler(small_config(), [&](std::string_view line) { record += line; });
   ASSERT_TRUE(scheduler.add(make_request(1, 5), 0).ok());
   scheduler.schedule(0);
-  const std::string add = R"({"event":"add","now":0,"priority":0,"salt":[],)";
+  const std::string add = R"({"event":"add","now":0,"priority":0,"salt":"",)";
   const std::string item = R"({"key":")" + std::string(64, 'a') + R"(","modality":0,"cost":1,"bytes":1,)";
   const std::pair<std::string, std::string> lines[] = {
       {"7", "an object was expected, found 7"},
