@@ -1,12 +1,19 @@
 #include "parvl/serve/http_connection.h"
 
+#include <absl/strings/ascii.h>
+#include <absl/strings/str_join.h>
+#include <absl/strings/str_split.h>
+
 #include <algorithm>
 #include <boost/asio/bind_cancellation_slot.hpp>
 #include <boost/asio/write.hpp>
 #include <exception>
+#include <limits>
 #include <utility>
+#include <vector>
 
 #include "parvl/base/log.h"
+#include "parvl/base/text.h"
 #include "parvl/serve/api_error.h"
 
 namespace parvl {
@@ -15,10 +22,18 @@ namespace {
 constexpr size_t kReadBytes = 64u << 10;
 constexpr size_t kMaxRequestId = 128;
 constexpr std::chrono::milliseconds kCancelAgain{10};
+constexpr size_t kSmallBody = 64u << 10, kOrdinaryBody = 1u << 20;
 
 bool usable_request_id(std::string_view id) {
   return !id.empty() && id.size() <= kMaxRequestId &&
          std::all_of(id.begin(), id.end(), [](unsigned char c) { return c > 0x20 && c < 0x7f; });
+}
+
+// What all bodies may come to for one of this size to be taken. Large ones leave an eighth to the rest, so that a few
+// slow uploads do not turn every request away; small ones, which the number of connections bounds, are always taken.
+size_t bodies_beside(size_t bytes, size_t limit) {
+  if (bytes <= kSmallBody) return std::numeric_limits<size_t>::max();
+  return bytes <= kOrdinaryBody ? limit : limit - limit / 8;
 }
 
 absl::Status body_too_large(size_t limit) {
@@ -32,6 +47,58 @@ absl::Status header_error(const boost::system::error_code& error, const HttpLimi
                      "headers_too_large");
   }
   return api_error(400, "this is not a valid HTTP request: " + error.message(), "bad_request");
+}
+
+using Fields = http::request_header<>;
+
+// The elements of a list that may stand in several lines, in lower case.
+std::vector<std::string> list_of(const Fields& fields, http::field name) {
+  std::vector<std::string> out;
+  const auto [begin, end] = fields.equal_range(name);
+  for (auto line = begin; line != end; ++line) {
+    const auto value = line->value();
+    for (const absl::string_view element : absl::StrSplit(absl::string_view(value.data(), value.size()), ',')) {
+      out.push_back(absl::AsciiStrToLower(absl::StripAsciiWhitespace(element)));
+    }
+  }
+  return out;
+}
+
+// RFC 9112, 6.3: where a body ends that is framed in a way we do not know, nobody can tell, and what is left of it must
+// not be read as the next request.
+absl::Status check_transfer(const Fields& fields) {
+  const std::vector<std::string> codings = list_of(fields, http::field::transfer_encoding);
+  if (codings.empty()) return absl::OkStatus();
+  if (fields.version() < 11) {
+    return api_error(400, "Transfer-Encoding belongs to HTTP/1.1; send Content-Length instead", "bad_request");
+  }
+  if (codings.back() != "chunked" || std::count(codings.begin(), codings.end(), "chunked") != 1) {
+    return api_error(400,
+                     absl::StrCat("Transfer-Encoding ", excerpt(absl::StrJoin(codings, ", ")),
+                                  " does not tell where the body ends; send chunked, or Content-Length alone"),
+                     "bad_request");
+  }
+  if (codings.size() == 1) return absl::OkStatus();
+  return api_error(
+      501, absl::StrCat("Transfer-Encoding ", excerpt(codings.front()), " is not known here; send chunked alone"),
+      "unknown_encoding");
+}
+
+// Whether the body, if there is one, can be read as it will come.
+absl::Status check_body_headers(const Fields& fields) {
+  PARVL_RETURN_IF_ERROR(check_transfer(fields));
+  for (const std::string& coding : list_of(fields, http::field::content_encoding)) {
+    if (coding.empty() || coding == "identity") continue;
+    return api_error(415,
+                     absl::StrCat("Content-Encoding ", excerpt(coding), " is not known here; send the body as it is"),
+                     "unknown_encoding");
+  }
+  for (const std::string& expectation : list_of(fields, http::field::expect)) {
+    if (expectation == "100-continue" || fields.version() < 11) continue;
+    return api_error(417, absl::StrCat("Expect ", excerpt(expectation), " is not known here; 100-continue is"),
+                     "unknown_expectation");
+  }
+  return absl::OkStatus();
 }
 
 // The path of a request target: "/a" of "/a?b", and of "http://HOST/a", which clients send to a proxy.
@@ -184,7 +251,11 @@ asio::awaitable<HttpConnection::Next> HttpConnection::read_request() {
     co_return co_await refuse(api_error(408, "the request's headers took too long", "timeout"));
   }
   if (error) co_return co_await refuse(header_error(error, shared_.limits));
-  if (absl::Status status = take_header(); !status.ok()) {
+  absl::Status status = take_header();
+  if (absl::Status unreadable = check_body_headers(parser_->get()); !unreadable.ok()) {
+    co_return co_await refuse(std::move(unreadable));
+  }
+  if (!status.ok()) {
     // An unread body would be taken for the next request.
     if (!parser_->is_done()) co_return co_await refuse(std::move(status));
     co_await reply_error(std::move(status));
@@ -234,7 +305,7 @@ asio::awaitable<HttpConnection::Next> HttpConnection::read_body() {
     }
     hold_body(parser_->get().body().size());
     if (held_body_ > limits.body_bytes) co_return co_await refuse(body_too_large(limits.body_bytes));
-    if (shared_.body_bytes > limits.bodies_in_flight_bytes) {
+    if (shared_.body_bytes > bodies_beside(held_body_, limits.bodies_in_flight_bytes)) {
       co_return co_await refuse(
           api_error(429, "the server holds as much request data as it may; try again later", "too_much_in_flight"));
     }

@@ -15,7 +15,7 @@ namespace parvl {
 struct HttpLimits {
   size_t header_bytes = 16u << 10;
   size_t body_bytes = 64u << 20;
-  size_t bodies_in_flight_bytes = 512u << 20;    // of all requests together, from arrival to answer
+  size_t bodies_in_flight_bytes = 512u << 20;    // of all together, from arrival to answer; small ones aside
   size_t connections = 1024;                     // open at once; one more is answered 503 and closed
   std::chrono::milliseconds idle{75'000};        // between requests on one connection
   std::chrono::milliseconds header{10'000};      // from a request's first byte to the end of its headers
