@@ -23,6 +23,14 @@ constexpr uint32_t kMaxReplyText = 2000;
 
 absl::Status unusable(const std::string& why) { return invalid("its decoding was given up: ", why); }
 
+// Nothing in a picture makes its worker end by SIGKILL; a person does, or the kernel when the machine lacks memory.
+absl::Status why_it_died(int ended) {
+  if (ended != -1 && WIFSIGNALED(ended) && WTERMSIG(ended) == SIGKILL) {
+    return absl::UnavailableError("the process that was decoding it was killed from outside; try again");
+  }
+  return unusable("the decoder died over it (a broken file, or too much memory)");
+}
+
 WorkerRequest make_request(std::string_view file, const ImageLimits& limits, const ImageProcessorConfig& config) {
   WorkerRequest out;
   out.file_bytes = file.size();
@@ -109,15 +117,17 @@ absl::Status MediaWorkerPool::spawn(Worker& worker) const {
   return failed("the media worker ", options_.program, " did not start; its reason is on standard error");
 }
 
-void MediaWorkerPool::kill(Worker& worker) {
+int MediaWorkerPool::kill(Worker& worker) {
+  int ended = -1;
   if (worker.socket >= 0) ::close(worker.socket);
   if (worker.pid > 0) {
-    ::kill(worker.pid, SIGKILL);
-    while (::waitpid(worker.pid, nullptr, 0) < 0 && errno == EINTR) {
+    ::kill(worker.pid, SIGKILL);  // of no effect on one that is ending already: its socket closes after its fate is set
+    while (::waitpid(worker.pid, &ended, 0) < 0 && errno == EINTR) {
     }
   }
   worker.socket = -1;
   worker.pid = -1;
+  return ended;
 }
 
 absl::StatusOr<ProcessedImage> MediaWorkerPool::prepare(std::string_view file, const ImageLimits& limits,
@@ -139,8 +149,8 @@ absl::StatusOr<ProcessedImage> MediaWorkerPool::prepare(std::string_view file, c
     out = ask(worker, make_request(file, limits, processor.config()), file);
     // What it said may be half of an answer: only a whole one leaves it fit for the next picture.
     const bool died = absl::IsUnavailable(out.status()), late = absl::IsDeadlineExceeded(out.status());
-    if (died || late || absl::IsInternal(out.status())) kill(worker);
-    if (died) out = unusable("the decoder died over it (a broken file, or too much memory)");
+    const int ended = died || late || absl::IsInternal(out.status()) ? kill(worker) : -1;
+    if (died) out = why_it_died(ended);
     if (late) out = unusable("it took too long");
   } else {
     out = started;

@@ -33,7 +33,8 @@ class MediaWorkerPool : public ImageSource {
   static absl::StatusOr<std::unique_ptr<MediaWorkerPool>> start(MediaWorkerOptions options, const Clock& clock);
   ~MediaWorkerPool() override;
 
-  // InvalidArgument too when the worker died or took too long over this picture.
+  // InvalidArgument too when the worker broke or took too long over this picture; Unavailable when it was killed from
+  // outside.
   absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits,
                                          const ImageProcessor& processor) override;
 
@@ -49,7 +50,7 @@ class MediaWorkerPool : public ImageSource {
   size_t borrow();
   void give_back(size_t index, Worker worker);
   absl::Status spawn(Worker& worker) const;
-  static void kill(Worker& worker);
+  static int kill(Worker& worker);  // how it ended, as waitpid tells; -1: there was none
   absl::StatusOr<ProcessedImage> ask(const Worker& worker, const WorkerRequest& request, std::string_view file) const;
 
   MediaWorkerOptions options_;

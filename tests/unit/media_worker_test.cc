@@ -99,6 +99,23 @@ TEST_F(MediaWorkerTest, AHangEndsAtTheTimeLimit) {
   EXPECT_TRUE(pool->prepare(small, {}, processor_).ok());
 }
 
+// A program that ends by a signal once it has a picture: by the picture's fault, or from outside.
+TEST_F(MediaWorkerTest, AKillFromOutsideIsNotThePicturesFault) {
+  const auto status_when_it_ends_by = [&](const std::string& signal) {
+    const std::string program = testing::TempDir() + "ends_by_" + signal;
+    std::ofstream(program) << "#!/bin/bash\nprintf x >&3\nread -r -N1 byte <&3\nkill -" << signal << " $$\n";
+    std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+    options_.program = program;
+    const absl::Status status = start()->prepare(picture(8, 8), {}, processor_).status();
+    std::filesystem::remove(program);
+    return status;
+  };
+  const absl::Status outside = status_when_it_ends_by("KILL"), fault = status_when_it_ends_by("SEGV");
+  EXPECT_TRUE(absl::IsUnavailable(outside)) << outside;
+  EXPECT_THAT(std::string(outside.message()), HasSubstr("killed from outside"));
+  EXPECT_TRUE(absl::IsInvalidArgument(fault)) << fault;
+}
+
 TEST_F(MediaWorkerTest, ManyCallersShareFewWorkers) {
   const auto pool = start();
   std::vector<std::future<bool>> all;
