@@ -67,6 +67,12 @@ absl::Status read_media_limits(const std::string& text, int64_t& max_images) {
   return absl::OkStatus();
 }
 
+absl::Status check_body_limit(const HttpLimits& http) {
+  const size_t most = http.bodies_in_flight_bytes / 2;  // one alone must not be turned away for want of room
+  if (http.body_bytes >= 1 && http.body_bytes <= most) return absl::OkStatus();
+  return invalid("--max-body-bytes must be between 1 and ", most, ", found ", http.body_bytes);
+}
+
 absl::StatusOr<std::chrono::milliseconds> read_seconds(const char* flag, double seconds) {
   if (seconds >= 0 && seconds <= 86'400) return std::chrono::milliseconds(std::llround(std::ceil(seconds * 1000)));
   return invalid(flag, " must be between 0 and 86400 seconds, found ", seconds);
@@ -135,6 +141,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   PARVL_RETURN_IF_ERROR(refuse_unavailable(flags));
+  PARVL_RETURN_IF_ERROR(check_body_limit(flags.serve.http));
   PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
   PARVL_ASSIGN_OR_RETURN(flags.serve.shutdown_timeout, read_seconds("--shutdown-timeout", flags.shutdown_timeout_s));
   PARVL_ASSIGN_OR_RETURN(flags.serve.queue_timeout, read_seconds("--queue-timeout", flags.queue_timeout_s));

@@ -39,6 +39,19 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   return plan_serving_memory(files.model->spec(), settings, memory_there(files, options.load));
 }
 
+// A cache that no image fits into would turn every image away, each at its request.
+absl::Status check_encoder_cache(const LoadedFiles& files, int64_t cache_bytes) {
+  if (cache_bytes == 0 || !files.prompts->has_images()) return absl::OkStatus();
+  const ImageProcessorConfig& images = files.prompts->image_processor().config();
+  const int64_t side = int64_t{images.patch_size} * images.merge_size;
+  const int64_t tokens = images.do_resize ? (images.min_pixels + side * side - 1) / (side * side) : 1;
+  const int64_t merged = int64_t{images.merge_size} * images.merge_size;
+  const int64_t least = visual_bytes(files.model->spec(), files.dtype, tokens * merged);
+  if (cache_bytes >= least) return absl::OkStatus();
+  return invalid("--encoder-cache-bytes ", cache_bytes, " holds no image: the smallest takes ", least,
+                 " bytes; give it at least that, or leave it out");
+}
+
 absl::StatusOr<SchedulerConfig> scheduler_config(const LoadedFiles& files, const EngineOptions& options,
                                                  const ServingMemory& memory) {
   SchedulerConfig config;
@@ -49,6 +62,7 @@ absl::StatusOr<SchedulerConfig> scheduler_config(const LoadedFiles& files, const
   config.encoder_cache_bytes = memory.encoder_cache;
   config.prefix_caching = options.prefix_caching;
   config.num_blocks = memory.num_blocks;
+  PARVL_RETURN_IF_ERROR(check_encoder_cache(files, options.encoder_cache_bytes));
   PARVL_RETURN_IF_ERROR(validate(config));
   return config;
 }

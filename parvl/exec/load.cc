@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
@@ -39,8 +38,9 @@ absl::Status read_defaults(const std::string& dir, const ModelSpec& spec, Loaded
   const Json& eos = (*config)["eos_token_id"];
   out.end_tokens.clear();
   for (const Json& id : eos.is_array() ? eos : Json::array({eos})) {
-    if (!id.is_number_integer() || id < 0 || id > std::numeric_limits<TokenId>::max()) {
-      return invalid(dir, "/generation_config.json: 'eos_token_id' must be a token id or a list of them");
+    if (!id.is_number_integer() || id < 0 || id >= spec.backbone.vocab) {
+      return invalid(dir, "/generation_config.json: 'eos_token_id' must be a token id or a list of them, from 0 to ",
+                     spec.backbone.vocab - 1, ", found ", shown(id));
     }
     out.end_tokens.push_back(id.get<TokenId>());
   }
@@ -57,8 +57,9 @@ absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions
   if (options.dtype != "auto") {
     PARVL_ASSIGN_OR_RETURN(out.dtype, parse_dtype(options.dtype));
   }
-  if (!(options.memory_utilization >= 0 && options.memory_utilization <= 1)) {
-    return invalid("--gpu-memory-utilization must be above 0 and at most 1, found ", options.memory_utilization);
+  const auto share = options.memory_utilization;
+  if (share.has_value() && !(*share > 0 && *share <= 1)) {
+    return invalid("--gpu-memory-utilization must be above 0 and at most 1, found ", *share);
   }
   out.max_model_len = spec.backbone.max_positions;
   if (options.max_model_len < 0)
@@ -84,7 +85,7 @@ absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions
 MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options) {
   const bool cuda = files.device.is_cuda();
   const DeviceMemory memory = device_memory(files.device);
-  const double share = options.memory_utilization > 0 ? options.memory_utilization : cuda ? 0.9 : 1.0;
+  const double share = options.memory_utilization.value_or(cuda ? 0.9 : 1.0);
   // What others hold counts against our share of a device.
   const auto kept = static_cast<int64_t>((1 - share) * static_cast<double>(memory.total));
   MemoryThere out;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "parvl/base/startup.h"
@@ -13,8 +14,8 @@ struct LoadOptions {
   std::string device = "auto";  // auto | cpu | cuda
   std::string dtype = "auto";   // auto (the directory's) | float32 | bfloat16 | float16 | float64
   int64_t max_model_len = 0;    // 0: the model's
-  // The share of the device's memory to use; 0: 0.9 of a GPU's, and all that is free of the CPU's.
-  double memory_utilization = 0;
+  // The share of the device's memory to use; by default 0.9 of a GPU's, and all that is free of the CPU's.
+  std::optional<double> memory_utilization;
   int64_t memory_limit_bytes = 0;    // never more than this; 0: what the system says
   std::shared_ptr<Startup> startup;  // told of phases and progress; null: nobody is
 };

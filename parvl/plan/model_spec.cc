@@ -350,6 +350,9 @@ absl::Status parse_all(const Json& config, ModelSpec& spec) {
   if (given(config, "eos_token_id")) {
     PARVL_ASSIGN_OR_RETURN(spec.eos_tokens, integer_list(config, "eos_token_id"));
   }
+  for (const int64_t id : spec.eos_tokens) {
+    if (id >= spec.backbone.vocab) return invalid("'eos_token_id' ", id, " is not below 'vocab_size'");
+  }
   if (spec.family == Family::kQwen2Vl || spec.family == Family::kQwen25Vl) {
     PARVL_RETURN_IF_ERROR(parse_multimodal(config, spec));
   } else if (!spec.backbone.mrope_section.empty()) {

@@ -252,6 +252,8 @@ class CommandLine(unittest.TestCase):
                             (("--model", "x", "--port", "99999"), "--port"),
                             (("--model", "x", "--limit-mm-per-prompt", "image=x"), "--limit-mm-per-prompt"),
                             (("--model", "x", "--dtype", "int3"), "--dtype"),
+                            (("--model", "x", "--max-body-bytes", "0"), "--max-body-bytes must be between 1 and"),
+                            (("--model", "x", "--max-body-bytes", "500000000"), "--max-body-bytes must be between 1 and"),
                             (("--model", "x", "--allowed-media-domains", "a.test,http://b.test"), "--allowed-media-domains"),
                             (("--model", "x", "--allowed-private-media-hosts", "10.0.0.0/8"), "--allowed-private-media-hosts"),
                             (("--model", "x", "--no-such-flag"), "--no-such-flag"),

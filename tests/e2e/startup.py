@@ -69,10 +69,16 @@ class WhatFits(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_utilisation_and_limits_are_checked(self):
-        for value in ("1.5", "-1"):
+        for value in ("1.5", "-1", "0"):
             done = self.serve("--gpu-memory-utilization", value, limit=None)
             self.assertEqual(done.returncode, 2)
-            self.assertIn("--gpu-memory-utilization", last_line(done))
+            self.assertIn("--gpu-memory-utilization must be above 0 and at most 1", last_line(done))
+        none = self.serve("--encoder-cache-bytes", "1", limit=None)
+        self.assertEqual(none.returncode, 2)
+        least = re.search(r"--encoder-cache-bytes 1 holds no image: the smallest takes (\d+) bytes", last_line(none))
+        self.assertIsNotNone(least, none.stderr)
+        with Server("--encoder-cache-bytes", least[1]):
+            pass
         tiny = self.serve("--gpu-memory-utilization", "0.0001", limit=None)
         self.assertEqual(tiny.returncode, 2)
         self.assertIn("does not fit", last_line(tiny))

@@ -321,6 +321,8 @@ TEST_F(GeneratorTest, DefaultsOfTheDirectory) {
         std::pair{R"({"top_p": 0})", "top_p"}, std::pair{R"({"eos_token_id": "x"})", "eos_token_id"},
         std::pair{R"({"eos_token_id": [1, null]})", "eos_token_id"},
         std::pair{R"({"eos_token_id": 4294967666})", "eos_token_id"},  // 370 in 32 bits
+        std::pair{R"({"eos_token_id": 384})",
+                  "'eos_token_id' must be a token id or a list of them, from 0 to 383, found"},
         std::pair{R"({"eos_token_id": -1})", "eos_token_id"}, std::pair{"[]", "not a JSON object"},
         std::pair{"{", "not valid JSON"}}) {
     write(dir + "/generation_config.json", text);

@@ -317,6 +317,8 @@ TEST(ModelSpec, RefusesWrongTypesAndHugeNumbersByName) {
       {llama(), "/model_type", 1, {"model_type"}},
       {llama(), "/eos_token_id", "</s>", {"eos_token_id"}},
       {llama(), "/eos_token_id", {1, "x"}, {"eos_token_id"}},
+      {llama(), "/eos_token_id", {1, 128256}, {"eos_token_id", "128256", "vocab_size"}},
+      {qwen2_vl(), "/eos_token_id", 151936, {"eos_token_id", "vocab_size"}},
       {llama(), "/eos_token_id", Json::array({UINT64_MAX}), {"eos_token_id"}},
       {llama(), "/text_config", {1}, {"text_config"}},
       {qwen2_vl(), "/vision_config", {1}, {"vision_config"}},
