@@ -22,7 +22,7 @@ namespace parvl {
 struct SamplingLimits {
   static constexpr double kMaxTemperature = 2.0;
   static constexpr double kMaxPenalty = 2.0;  // presence and frequency, both signs
-  static constexpr double kMaxRepetitionPenalty = 10.0;
+  static constexpr double kMinRepetitionPenalty = 0.01, kMaxRepetitionPenalty = 10.0;
   static constexpr double kMaxBias = 100.0;  // both signs
   static constexpr size_t kMaxBiasEntries = 1024;
   static constexpr size_t kMaxStopStrings = 16;

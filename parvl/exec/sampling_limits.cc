@@ -67,11 +67,8 @@ absl::Status validate_sampling(const SamplingParams& params, int64_t vocab_size)
       check_range("presence_penalty", params.presence_penalty, -Limits::kMaxPenalty, Limits::kMaxPenalty));
   PARVL_RETURN_IF_ERROR(
       check_range("frequency_penalty", params.frequency_penalty, -Limits::kMaxPenalty, Limits::kMaxPenalty));
-  if (!(params.repetition_penalty > 0 && params.repetition_penalty <= Limits::kMaxRepetitionPenalty)) {
-    return field_error("repetition_penalty",
-                       absl::StrCat("repetition_penalty must be above 0 and at most ", Limits::kMaxRepetitionPenalty,
-                                    ", found ", params.repetition_penalty));
-  }
+  PARVL_RETURN_IF_ERROR(check_range("repetition_penalty", params.repetition_penalty, Limits::kMinRepetitionPenalty,
+                                    Limits::kMaxRepetitionPenalty));
   if (params.logit_bias.size() > Limits::kMaxBiasEntries) {
     return field_error("logit_bias", absl::StrCat("logit_bias may hold at most ", Limits::kMaxBiasEntries,
                                                   " tokens, found ", params.logit_bias.size()));

@@ -133,7 +133,8 @@ absl::StatusOr<std::string> decode_base64(std::string_view text) {
       out += static_cast<char>(bits & 0xff);
     }
   }
-  if (padding > 2 || digits % 4 == 1) return invalid("is cut short: its base64 has ", digits, " digits");
+  if (padding > 2) return invalid("ends in ", padding, " padding characters (=) of base64; there may be two at most");
+  if (digits % 4 == 1) return invalid("is cut short: its base64 has ", digits, " digits");
   if (digits % 4 == 2) out += static_cast<char>(bits >> 4 & 0xff);
   if (digits % 4 == 3) {
     out += static_cast<char>(bits >> 10 & 0xff);

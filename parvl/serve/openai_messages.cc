@@ -30,6 +30,9 @@ absl::Status parse_image(const Json& part, const std::string& where, const Reque
     url = it->get<std::string>();
   } else if (it->is_object()) {
     PARVL_ASSIGN_OR_RETURN(url, required_string(*it, "url", place));
+    if (const Json* detail = find_field(*it, "detail"); detail != nullptr && !detail->is_string()) {
+      return wrong(place + ".detail", "must be auto, low or high, found " + shown(*detail));
+    }
   } else {
     return wrong(place, "must be an object with `url`");
   }
@@ -70,7 +73,7 @@ absl::Status parse_tool_parts(const Json& json, const std::string& where, const 
     return unavailable(where + ".function_call", "the older form of tool_calls (use 'tool_calls') is");
   }
   const Json* calls = find_field(json, "tool_calls");
-  const bool has_calls = calls != nullptr && !calls->empty();
+  const bool has_calls = calls != nullptr && *calls != Json::array();
   if (role != "tool" && !has_calls) return absl::OkStatus();
   if (rules.tools.family.empty()) return wrong(where, "is about tools, and " + std::string(kNoToolSyntax));
   if (role == "tool") {

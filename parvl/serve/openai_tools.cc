@@ -23,6 +23,9 @@ const OrderedJson* find_ordered(const OrderedJson& object, const char* key) {
 }
 
 absl::Status constrain(const OrderedJson& format, const std::string& field, GenerateRequest& request) {
+  if (!request.grammar.empty() && request.grammar_field == field) {
+    return wrong(field, absl::StrCat("'", field, "' holds several forms of the answer; leave all but one out"));
+  }
   if (!request.grammar.empty()) {
     return wrong(field, absl::StrCat("'", field, "' and '", request.grammar_field,
                                      "' both say what the answer must look like; leave one of them out"));
@@ -160,7 +163,8 @@ absl::StatusOr<ToolChoice> read_tool_choice(const Json& body) {
     if (out.kind == "none" || out.kind == "auto" || out.kind == "required") return out;
     return wrong("tool_choice", absl::StrCat(kWanted, ", found ", excerpt(out.kind)));
   }
-  const Json* function = choice->is_object() ? find_field(*choice, "function") : nullptr;
+  const Json* type = choice->is_object() ? find_field(*choice, "type") : nullptr;
+  const Json* function = type != nullptr && *type == "function" ? find_field(*choice, "function") : nullptr;
   const Json* name = function != nullptr && function->is_object() ? find_field(*function, "name") : nullptr;
   if (name == nullptr || !name->is_string()) return wrong("tool_choice", kWanted);
   return ToolChoice{"function", name->get<std::string>(), false};

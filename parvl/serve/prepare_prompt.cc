@@ -10,6 +10,8 @@
 namespace parvl {
 namespace {
 
+constexpr size_t kMaxCountedBytes = 1u << 20;  // of a text over the context, where only its tokens are asked for
+
 absl::Status over_the_context(const std::string& what, int64_t max_model_len, Api api) {
   const bool chat = api == Api::kChat;
   return api_error(400,
@@ -39,11 +41,13 @@ absl::Status media_error(const absl::Status& status, const std::string& name, co
   const std::string message = absl::StrCat(name, " cannot be decoded: ", status.message());
   if (absl::IsResourceExhausted(status)) return api_error(413, message, "media_too_large", where);
   if (absl::IsInvalidArgument(status)) return api_error(422, message, "media_unreadable", where);
+  if (absl::IsUnavailable(status)) return api_error(503, message, "media_worker_lost");
   return status;
 }
 
 // The model's image processor with the request's sizes.
-absl::StatusOr<ImageProcessor> processor_for(const PixelRange& pixels, const ImageProcessor& of_model) {
+absl::StatusOr<ImageProcessor> processor_for(const PixelRange& pixels, const ImageProcessor& of_model,
+                                             int64_t max_model_len) {
   ImageProcessorConfig config = of_model.config();
   if (pixels.min_pixels > 0) config.min_pixels = pixels.min_pixels;
   if (pixels.max_pixels > 0) config.max_pixels = pixels.max_pixels;
@@ -57,6 +61,14 @@ absl::StatusOr<ImageProcessor> processor_for(const PixelRange& pixels, const Ima
                      absl::StrCat("mm_processor_kwargs: min_pixels (", config.min_pixels,
                                   ") must not be above max_pixels (", config.max_pixels, ")"),
                      "", "mm_processor_kwargs");
+  }
+  const int64_t side = int64_t{config.patch_size} * config.merge_size;
+  if (const int64_t least = config.min_pixels / (side * side); pixels.min_pixels > 0 && least >= max_model_len) {
+    return api_error(
+        400,
+        absl::StrCat("mm_processor_kwargs: min_pixels ", config.min_pixels, " makes an image at least ", least,
+                     " tokens, but the context is limited to ", max_model_len, " tokens (--max-model-len); lower it"),
+        "context_length_exceeded", "mm_processor_kwargs");
   }
   return ImageProcessor(std::move(config));
 }
@@ -99,6 +111,10 @@ PromptLimits prompt_limits(const Engine& engine) {
   return limits;
 }
 
+absl::Status PromptMaker::check_text(size_t bytes, Api api) const {
+  return only_counts && bytes <= kMaxCountedBytes ? absl::OkStatus() : check_text_bytes(bytes, limits, api);
+}
+
 absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request, const PromptOptions& options) const {
   size_t text_bytes = 0;
   for (const Message& message : request.messages) {
@@ -106,22 +122,23 @@ absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request,
     for (const ToolCall& call : message.tool_calls) text_bytes += call.arguments.dump().size();
   }
   if (!request.tools.is_null()) text_bytes += request.tools.dump().size();
-  PARVL_RETURN_IF_ERROR(check_text_bytes(text_bytes, limits, Api::kChat));
+  PARVL_RETURN_IF_ERROR(check_text(text_bytes, Api::kChat));
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   if (!request.images.empty()) {
-    PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, processor_for(request.pixels, prompts.image_processor()));
+    PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor,
+                           processor_for(request.pixels, prompts.image_processor(), limits.max_model_len));
     if (media != nullptr) media->begin_s = media->clock.now_seconds();
     PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy, stop));
     if (media != nullptr) media->end_s = media->clock.now_seconds();
   }
   absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), options);
   if (!prompt.ok()) return with_field(prompt.status(), "messages");
-  PARVL_RETURN_IF_ERROR(check_length("the prompt", *prompt, limits, Api::kChat));
+  if (!only_counts) PARVL_RETURN_IF_ERROR(check_length("the prompt", *prompt, limits, Api::kChat));
   return prompt;
 }
 
 absl::StatusOr<std::vector<TokenId>> PromptMaker::tokens_of(const std::string& text, bool add_special_tokens) const {
-  PARVL_RETURN_IF_ERROR(check_text_bytes(text.size(), limits, Api::kCompletions));
+  PARVL_RETURN_IF_ERROR(check_text(text.size(), Api::kCompletions));
   const Tokenizer& tokenizer = prompts.tokenizer();
   return add_special_tokens ? tokenizer.encode_with_prefix(text, true) : tokenizer.encode(text, true);
 }

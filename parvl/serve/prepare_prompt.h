@@ -30,13 +30,14 @@ struct MediaStage {
 
 // Thread-safe. Errors are answers' statuses: 400 over the context (naming the limit), 413 an image over a cap, 422 an
 // image that cannot be fetched, read or decoded (naming the item), the chat template's own refusals (400), and 503 when
-// stopped.
+// stopped or when a process that decodes was.
 struct PromptMaker {
   const PromptBuilder& prompts;
   const PromptLimits& limits;
   const MediaPolicy& policy;
   std::stop_token stop = {};    // ends what is being fetched, and comes before the next image
   MediaStage* media = nullptr;  // filled when given; then one call at a time
+  bool only_counts = false;     // a text over the context is no error, up to 1 MiB
 
   // One for the messages, or one for each plain prompt.
   absl::StatusOr<std::vector<Prompt>> prepare(const GenerateRequest& request) const;
@@ -46,6 +47,7 @@ struct PromptMaker {
   absl::StatusOr<std::vector<TokenId>> tokens_of(const std::string& text, bool add_special_tokens = true) const;
 
  private:
+  absl::Status check_text(size_t bytes, Api api) const;
   absl::StatusOr<Prompt> prepare_plain(const PlainPrompt& plain, const std::string& suffix,
                                        const std::string& name) const;
 };

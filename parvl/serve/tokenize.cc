@@ -18,19 +18,26 @@ absl::Status check_named_model(const Json& body, const Gateway& gateway) {
   return name.empty() ? absl::OkStatus() : gateway.check_model(name);
 }
 
+// Who asks how long a text is may not know yet that it is too long.
+PromptMaker counter(const Gateway& gateway) {
+  PromptMaker maker = gateway.prompt_maker(gateway.stop_token());
+  maker.only_counts = true;
+  return maker;
+}
+
 absl::StatusOr<std::vector<TokenId>> tokens_of_text(const Json& body, const Gateway& gateway) {
   std::string text;
   bool add_special_tokens = true;
   PARVL_RETURN_IF_ERROR(read_field(body, "prompt", text));
   PARVL_RETURN_IF_ERROR(read_field(body, "add_special_tokens", add_special_tokens));
-  return gateway.prompt_maker(gateway.stop_token()).tokens_of(text, add_special_tokens);
+  return counter(gateway).tokens_of(text, add_special_tokens);
 }
 
 absl::StatusOr<std::vector<TokenId>> tokens_of_messages(const Json& body, const Gateway& gateway) {
   PARVL_ASSIGN_OR_RETURN(const GenerateRequest request, parse_messages_alone(body, gateway.model().rules));
   PromptOptions options;
   PARVL_RETURN_IF_ERROR(read_field(body, "add_generation_prompt", options.add_generation_prompt));
-  PARVL_ASSIGN_OR_RETURN(Prompt prompt, gateway.prompt_maker(gateway.stop_token()).prepare_chat(request, options));
+  PARVL_ASSIGN_OR_RETURN(Prompt prompt, counter(gateway).prepare_chat(request, options));
   return std::move(prompt.ids);
 }
 

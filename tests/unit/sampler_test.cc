@@ -121,7 +121,7 @@ TEST(SamplerEdits, NothingLeftIsAnError) {
 
 TEST(SamplerEdits, AnOverflowingPenaltyIsTheRequestsFault) {
   SamplingParams params = greedy();
-  params.repetition_penalty = 1e-40;  // valid: above 0
+  params.repetition_penalty = 1e-40;  // less than a request may ask, instead of logits that are larger still
   Sampler sampler(params, {}, {0});
   EXPECT_EQ(sampler.choose(std::vector<float>{1, 2}).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(sampler.choose(std::vector<float>{std::numeric_limits<float>::quiet_NaN(), 2}).status().code(),
@@ -325,8 +325,8 @@ TEST(SamplingLimits, NameTheFieldAndTheRange) {
       {"min_p", "between 0 and 1", [](auto& p) { p.min_p = 1.5; }},
       {"presence_penalty", "between -2 and 2", [](auto& p) { p.presence_penalty = 2.5; }},
       {"frequency_penalty", "between -2 and 2", [](auto& p) { p.frequency_penalty = -2.5; }},
-      {"repetition_penalty", "above 0 and at most 10", [](auto& p) { p.repetition_penalty = 0; }},
-      {"repetition_penalty", "above 0 and at most 10", [](auto& p) { p.repetition_penalty = 11; }},
+      {"repetition_penalty", "between 0.01 and 10", [](auto& p) { p.repetition_penalty = 1e-320; }},
+      {"repetition_penalty", "between 0.01 and 10", [](auto& p) { p.repetition_penalty = 11; }},
       {"logit_bias", "token ids of this model run from 0 to 99", [](auto& p) { p.logit_bias[100] = 1; }},
       {"logit_bias", "token ids", [](auto& p) { p.logit_bias[-1] = 1; }},
       {"logit_bias", "between -100 and 100", [](auto& p) { p.logit_bias[1] = 101; }},

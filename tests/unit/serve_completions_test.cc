@@ -180,6 +180,14 @@ TEST_F(CompletionsTest, TokenizeTextAndMessages) {
   EXPECT_EQ(told["count"].get<int>() + 11, asking["count"]);  // without <|im_start|>, "assistant" and its line break
 }
 
+TEST_F(CompletionsTest, TokenizeCountsWhatIsOverTheContext) {
+  start();
+  const std::string text(100'000, 'x');
+  EXPECT_EQ(post("/tokenize", {{"prompt", text}}).json()["count"], 100'000);
+  EXPECT_GT(post("/tokenize", {{"messages", user_says(text)["messages"]}}).json()["count"], 100'000);
+  EXPECT_EQ(post("/v1/completions", {{"prompt", text}}).code(), "context_length_exceeded");
+}
+
 TEST_F(CompletionsTest, DetokenizeGivesTheTextBack) {
   start();
   const std::string text = "h\xc3\xa9 <|im_start|>";
@@ -194,7 +202,7 @@ TEST_F(CompletionsTest, WrongTokenizeRequestsAreRefused) {
   EXPECT_EQ(post("/tokenize", {{"prompt", "a"}, {"messages", Json::array()}}).status, 400);
   EXPECT_EQ(post("/tokenize", {{"prompt", Json::array({"a"})}}).param(), "prompt");
   EXPECT_EQ(post("/tokenize", {{"messages", Json::array()}}).param(), "messages");
-  EXPECT_EQ(post("/tokenize", {{"prompt", std::string(100'000, 'x')}}).code(), "context_length_exceeded");
+  EXPECT_EQ(post("/tokenize", {{"prompt", std::string(2'000'000, 'x')}}).code(), "context_length_exceeded");
   EXPECT_EQ(post("/tokenize", {{"prompt", "a"}, {"model", "other"}}).status, 404);
   EXPECT_EQ(post("/detokenize", {{"tokens", {5, 261}}}).param(), "tokens");
   EXPECT_EQ(post("/detokenize", {{"tokens", "a"}}).param(), "tokens");

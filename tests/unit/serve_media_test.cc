@@ -38,6 +38,12 @@ TEST(Base64, AllSpellingsOfTheSameBytes) {
   }
 }
 
+TEST(Base64, SaysWhatIsWrong) {
+  EXPECT_EQ(decode_base64("AAA===").status().message(),
+            "ends in 3 padding characters (=) of base64; there may be two at most");
+  EXPECT_EQ(decode_base64("AAAAA").status().message(), "is cut short: its base64 has 5 digits");
+}
+
 absl::StatusOr<std::string> load(const std::string& url, const MediaPolicy& policy, const std::string& name) {
   MediaFetcher fetcher(policy);
   return load_media(url, policy, name, fetcher);
@@ -156,6 +162,21 @@ TEST_F(PreparePromptTest, BrokenImagesAre422AndNameTheItem) {
   EXPECT_EQ(http_status_of(prepare(with_part(picture(png(1700, 8)))).status()), 422);  // a ratio the processor refuses
 }
 
+// A source whose process was ended by others.
+class LostImages : public ImageSource {
+ public:
+  absl::StatusOr<ProcessedImage> prepare(std::string_view, const ImageLimits&, const ImageProcessor&) override {
+    return absl::UnavailableError("it was killed");
+  }
+};
+
+TEST_F(PreparePromptTest, ALostWorkerIsNotThePicturesFault) {
+  policy_.images = std::make_shared<LostImages>();
+  const absl::Status status = prepare(with_part(picture(png(16, 16)))).status();
+  EXPECT_EQ(http_status_of(status), 503);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("image 1 of 1"));
+}
+
 TEST_F(PreparePromptTest, OverACapIs413AndOverTheContext400) {
   policy_.image.max_pixels = 100;
   EXPECT_EQ(http_status_of(prepare(with_part(picture(png(11, 10)))).status()), 413);
@@ -189,7 +210,11 @@ TEST_F(PreparePromptTest, ARequestMayChangeTheSizesOfItsImages) {
   EXPECT_THAT(std::string(crossed.message()), HasSubstr("min_pixels (5000) must not be above max_pixels (4096)"));
   const absl::Status huge = with_kwargs({{"min_pixels", 4'000'000}, {"max_pixels", 4'000'000}}).status();
   EXPECT_EQ(http_status_of(huge), 400);
-  EXPECT_THAT(std::string(huge.message()), HasSubstr("but the context is limited to 100"));
+  EXPECT_EQ(
+      huge.message(),
+      "mm_processor_kwargs: min_pixels 4000000 makes an image at least 62500 tokens, but the context is limited to "
+      "100 tokens (--max-model-len); lower it");
+  EXPECT_EQ(field_of(huge), "mm_processor_kwargs");
 }
 
 TEST_F(PreparePromptTest, TextFarOverTheContextIsNotEvenTokenised) {

@@ -173,6 +173,8 @@ TEST(ChatRequestTest, WrongValuesAre400AndNameTheField) {
       {"priority", 1.5, "priority"},
       {"priority", int64_t{1} << 31, "priority"},
       {"cache_salt", 5, "cache_salt"},
+      {"cache_salt", std::string(257, 's'), "cache_salt"},
+      {"repetition_penalty", 1e-320, "repetition_penalty"},
       {"mm_processor_kwargs", 5, "mm_processor_kwargs"},
       {"mm_processor_kwargs", {{"max_pixels", 0}}, "mm_processor_kwargs"},
       {"mm_processor_kwargs", {{"min_pixels", "few"}}, "mm_processor_kwargs"},
@@ -217,6 +219,24 @@ TEST(ChatRequestTest, WrongNumbersAreShown) {
   }
   EXPECT_EQ(parse_request("{x", Api::kChat, rules()).status().message().substr(0, 46),
             "the body: not valid JSON: parse error at colum");
+}
+
+TEST(ChatRequestTest, ASaltIsShort) {
+  Json body = basic();
+  body["cache_salt"] = std::string(256, 's');
+  EXPECT_EQ(parse(body)->cache_salt.size(), 256u);
+  body["cache_salt"] = std::string(10'000'000, 's');
+  EXPECT_EQ(parse(body).status().message(),
+            "'cache_salt' has 10000000 bytes, over the limit of 256; send a hash of it");
+}
+
+TEST(ChatRequestTest, DetailOfAnImageIsAWord) {
+  const auto with_detail = [](const Json& detail) {
+    return parse(with_part({{"type", "image_url"}, {"image_url", {{"url", "data:,x"}, {"detail", detail}}}})).status();
+  };
+  for (const Json& detail : {Json("low"), Json(nullptr)}) EXPECT_TRUE(with_detail(detail).ok()) << with_detail(detail);
+  EXPECT_EQ(field_of(with_detail(5)), "messages[0].content[0].image_url.detail");
+  EXPECT_EQ(http_status_of(with_detail(5)), 400);
 }
 
 TEST(ChatRequestTest, WhatIsNotBuiltSaysSo) {

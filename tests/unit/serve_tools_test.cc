@@ -144,6 +144,29 @@ TEST(ToolParserTest, BrokenArgumentsHarmNoOtherCall) {
   EXPECT_EQ(arguments, "{\"a\": {}}");
 }
 
+TEST(FormOfAnswerTest, WhatIsAcceptedHasAnEffect) {
+  const auto refusal = [](const Json& more, const char* role) {
+    Json body = basic();
+    body["messages"].push_back({{"role", role}, {"content", "x"}});
+    body["messages"].back().update(more);
+    return parse_request(body.dump(), Api::kChat, rules_with_tools()).status();
+  };
+  EXPECT_TRUE(refusal({{"tool_calls", Json::array()}}, "assistant").ok());
+  for (const Json& calls : {Json::object(), Json(""), Json(0)}) {
+    EXPECT_THAT(std::string(refusal({{"tool_calls", calls}}, "assistant").message()),
+                HasSubstr("tool_calls must be a list of calls"));
+  }
+  Json body = basic();
+  body["structured_outputs"] = {{"regex", "a"}, {"choice", {"b"}}};
+  EXPECT_EQ(parse_request(body.dump(), Api::kChat, rules_with_tools()).status().message(),
+            "'structured_outputs' holds several forms of the answer; leave all but one out");
+  body = basic();
+  body["tools"] = {{{"type", "function"}, {"function", {{"name", "f"}}}}};
+  body["tool_choice"] = {{"type", "custom"}, {"function", {{"name", "f"}}}};
+  const absl::Status status = parse_request(body.dump(), Api::kChat, rules_with_tools()).status();
+  EXPECT_THAT(std::string(status.message()), HasSubstr("'tool_choice' must be none, auto, required or"));
+}
+
 TEST(ToolParserTest, CutsMakeNoDifference) {
   const ToolSyntax syntax = rules_with_tools().tools;
   const std::string text =
