@@ -27,6 +27,7 @@ void Answer::add_text(Growing& growing, const TokenEvent& event) const {
   std::vector<ToolEvent> parts = growing.calls->push(event.text);
   if (event.finish != FinishReason::kNone) {
     for (ToolEvent& last : growing.calls->finish()) parts.push_back(std::move(last));
+    choice.cut_in_call = growing.calls->inside_call();
   }
   for (ToolEvent& part : parts) {
     if (part.kind == ToolEvent::Kind::kText) {

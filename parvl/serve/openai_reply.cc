@@ -45,7 +45,7 @@ Json call_json(const CallText& call) {
 }
 
 const char* finish_text(const Choice& choice) {
-  const bool called = choice.finish == FinishReason::kStop && !choice.calls.empty();
+  const bool called = choice.finish == FinishReason::kStop && !choice.calls.empty() && !choice.cut_in_call;
   return called ? "tool_calls" : to_string(choice.finish);
 }
 

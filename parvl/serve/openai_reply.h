@@ -30,6 +30,7 @@ struct Choice {
   int64_t index = 0;
   std::string text;
   std::vector<CallText> calls;
+  bool cut_in_call = false;  // it ended, by a stop string say, before its last call did
   std::vector<TokenLogprob> logprobs;
   int64_t text_offset = 0;  // characters that the tokens before those of `logprobs` show
   FinishReason finish = FinishReason::kNone;

@@ -284,6 +284,7 @@ absl::StatusOr<GenerateRequest> parse_request(std::string_view text, Api api, co
   PARVL_ASSIGN_OR_RETURN(const Json body, parse_body(text, chat ? "messages" : "prompt"));
   GenerateRequest request;
   request.api = api;
+  request.body_bytes = text.size();
   PARVL_RETURN_IF_ERROR(read_field(body, "model", request.model));
   PARVL_RETURN_IF_ERROR(read_engine_fields(body, request));
   PARVL_RETURN_IF_ERROR(chat ? refuse_unbuilt_chat(body) : read_completion_fields(body, rules, request));

@@ -32,7 +32,8 @@ using PlainPrompt = std::variant<std::string, std::vector<TokenId>>;
 
 struct GenerateRequest {
   Api api = Api::kChat;
-  std::string model;  // "": left out
+  size_t body_bytes = 0;  // of the JSON that it was
+  std::string model;      // "": left out
   std::vector<Message> messages;
   std::vector<MediaReference> images;  // by ContentPart::image_index
   PixelRange pixels;

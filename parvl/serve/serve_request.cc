@@ -12,12 +12,13 @@
 #include "parvl/serve/gateway.h"
 #include "parvl/serve/media_fetch.h"
 #include "parvl/serve/patience.h"
+#include "parvl/serve/running_jobs.h"
 
 namespace parvl {
 namespace {
 
 // Up to these, the io thread does it itself; a tenth of a millisecond or two.
-constexpr size_t kSmallBody = 16u << 10, kSmallText = 2u << 10;
+constexpr size_t kSmallBody = 16u << 10, kSmallPrompt = 2u << 10;
 
 // What a request's generations have given out and nobody has taken yet. The engine's thread posts into it; the rest is
 // the io thread's.
@@ -81,9 +82,10 @@ class RequestRow {
   TrackId track_;
 };
 
-// One generation of `job`, for the choice with that index.
-RequestId start_generation(Gateway& gateway, EngineRequest job, size_t choice, const std::shared_ptr<Deltas>& deltas) {
+// One generation of `job`, for the next choice.
+void start_generation(Gateway& gateway, EngineRequest job, RunningJobs& jobs, const std::shared_ptr<Deltas>& deltas) {
   asio::io_context& io = gateway.io();
+  const size_t choice = jobs.size();
   const auto prompt_tokens = static_cast<int64_t>(job.prompt->ids.size());
   job.on_token = [&io, &clock = gateway.clock(), deltas, choice, prompt_tokens](const TokenEvent& event) {
     asio::post(io, [deltas, prompt_tokens, delta = Delta{choice, event, clock.now_seconds()}]() mutable {
@@ -97,7 +99,7 @@ RequestId start_generation(Gateway& gateway, EngineRequest job, size_t choice, c
     });
   };
   ++deltas->running;
-  return gateway.model().engine->submit(std::move(job));
+  jobs.submit(std::move(job));
 }
 
 bool names_web_items(const GenerateRequest& request) {
@@ -134,10 +136,9 @@ asio::awaitable<std::optional<GrammarCompiler::Result>> make_grammar(Gateway& ga
 }
 
 // `n` generations a prompt, which it takes out of `prepared`, whose seeds follow each other.
-std::vector<RequestId> start_generations(Gateway& gateway, PreparedRequest& prepared, const GenerateRequest& request,
-                                         const std::shared_ptr<const Grammar>& grammar, const RequestRow& row,
-                                         const std::shared_ptr<Deltas>& deltas) {
-  std::vector<RequestId> ids;
+void start_generations(Gateway& gateway, PreparedRequest& prepared, const GenerateRequest& request,
+                       const std::shared_ptr<const Grammar>& grammar, const RequestRow& row,
+                       const std::shared_ptr<Deltas>& deltas, RunningJobs& jobs) {
   for (Prompt& prompt : prepared.prompts) {
     EngineRequest job;
     job.prompt = std::make_shared<const Prompt>(std::move(prompt));
@@ -147,11 +148,11 @@ std::vector<RequestId> start_generations(Gateway& gateway, PreparedRequest& prep
     job.priority = request.priority;
     job.cache_salt = request.cache_salt;
     for (int64_t i = 0; i < request.n; ++i, ++job.sampling.seed) {
-      job.track = row.of_choice(ids.size());
-      ids.push_back(start_generation(gateway, job, ids.size(), deltas));
+      job.track = row.of_choice(jobs.size());
+      start_generation(gateway, job, jobs, deltas);
     }
   }
-  return ids;
+  deltas->timer.submitted();
 }
 
 Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request, const std::string& model_name,
@@ -221,19 +222,9 @@ std::string too_many_tokens(const Admission& admission, int64_t prompt_tokens) {
                       " (--max-queue-tokens)");
 }
 
-// Whether its prompt is made faster than another thread hears of it.
-bool is_small(const GenerateRequest& request) {
-  if (!request.images.empty()) return false;
-  size_t bytes = 0;
-  for (const Message& message : request.messages) {
-    for (const ContentPart& part : message.content) bytes += part.text.size();
-  }
-  for (const PlainPrompt& plain : request.prompts) {
-    const auto* text = std::get_if<std::string>(&plain);
-    bytes += text != nullptr ? text->size() : 0;
-  }
-  return bytes <= kSmallText;
-}
+// Whether its prompt is made faster than another thread hears of it. The body's size counts, since all that is in it
+// goes through the chat template: tools and calls as well as text.
+bool is_small(const GenerateRequest& request) { return request.images.empty() && request.body_bytes <= kSmallPrompt; }
 
 // A small body is parsed here: to go to another thread and back would take longer. None once the request is over.
 asio::awaitable<std::optional<absl::StatusOr<GenerateRequest>>> parse_body(Gateway& gateway, Patience& patience,
@@ -327,8 +318,8 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
                                  too_many_tokens(gateway.admission(), usage.prompt_tokens));
   }
   auto deltas = std::make_shared<Deltas>(Deltas{connection.wakeup(), timer, static_cast<size_t>(request->n)});
-  const std::vector<RequestId> jobs = start_generations(gateway, prepared, *request, **grammar, row, deltas);
-  deltas->timer.submitted();
+  RunningJobs jobs(*model.engine, gateway.stop_token());
+  start_generations(gateway, prepared, *request, **grammar, row, deltas, jobs);
   ticket->leave_line();
 
   // await deltas
@@ -337,7 +328,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   co_await take_all(*deltas, answer, connection, patience, request->stream);
 
   // finish
-  for (const RequestId job : jobs) model.engine->cancel(job);  // no effect on one that has ended
+  jobs.cancel();
   if (connection.gone()) co_return;
   if (!deltas->failure.ok()) {
     log_failure(connection, deltas->failure);

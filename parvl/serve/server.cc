@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <boost/asio/detached.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
@@ -28,7 +29,7 @@ using std::chrono::milliseconds;
 
 constexpr rlim_t kOtherDescriptors = 256;
 constexpr milliseconds kAcceptPause{100};  // after a failed accept (no free descriptor, say)
-constexpr milliseconds kLastWords{1000};   // for requests that were cut to say so
+constexpr milliseconds kLastWords{1000};   // for requests that were cut to say so; at most half of the time-out
 constexpr milliseconds kLastFlush{50};     // for answers under way once nothing is left to do
 
 // Answers a connection that is one too many, without waiting for anything.
@@ -205,11 +206,13 @@ void Server::Impl::watch_stop_descriptor() {
 void Server::Impl::begin_shutdown() {
   if (std::exchange(shutting_down, true)) return;
   log_info("shutting down; requests still running: ", gateway.active());
-  deadline->expires_after(options.shutdown_timeout);
-  deadline->async_wait([this](const boost::system::error_code& error) {
+  // Those that are cut say so within the time-out too.
+  const milliseconds whole = options.shutdown_timeout, running = std::max(whole / 2, whole - kLastWords);
+  deadline->expires_after(running);
+  deadline->async_wait([this, left = whole - running](const boost::system::error_code& error) {
     if (error) return;
-    log_warning("the shutdown timeout is over; requests cut: ", gateway.active());
-    stop_after(kLastWords);
+    log_warning("the time for running requests is over (--shutdown-timeout); requests cut: ", gateway.active());
+    stop_after(std::max(left, kLastFlush));
     gateway.cut();
   });
   gateway.drain([this] { stop_after(kLastFlush); });

@@ -74,15 +74,18 @@ void ToolParser::step_text(char c, std::vector<ToolEvent>& out) {
     while (!before.empty() && is_space(before.back())) before.pop_back();
     append(ToolEvent::Kind::kText, before, out);
     held_.clear();
-    matched_ = 0;
+    matched_ = spaces_ = 0;
     state_ = State::kName;
     return;
   }
   // What is certainly content: up to the white space before what may become a call.
-  size_t sure = held_.size() - matched_;
-  while (sure > 0 && is_space(held_[sure - 1])) --sure;
+  const size_t end = held_.size() - matched_;  // it only grows, so that no white space is looked at twice
+  size_t sure = end;
+  while (sure > spaces_ && is_space(held_[sure - 1])) --sure;
+  if (sure == spaces_) sure = 0;
   append(ToolEvent::Kind::kText, std::string_view(held_).substr(0, sure), out);
   held_.erase(0, sure);
+  spaces_ = end - sure;
 }
 
 void ToolParser::step_arguments(char c, std::vector<ToolEvent>& out) {

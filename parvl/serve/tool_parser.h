@@ -25,7 +25,8 @@ class ToolParser {
   std::vector<ToolEvent> push(std::string_view text);
   // After the last push: what still waited to be told apart.
   std::vector<ToolEvent> finish();
-  bool found_calls() const { return found_calls_; }
+  // So far, or after finish() at the end: a call has begun and its end has not come.
+  bool inside_call() const { return state_ != State::kText; }
 
  private:
   enum class State { kText, kName, kMiddle, kArguments, kEnd };
@@ -38,6 +39,7 @@ class ToolParser {
   const ToolSyntax syntax_;
   State state_ = State::kText;
   std::string held_;    // kText: white space, then a beginning of syntax_.begin; kName: the name so far
+  size_t spaces_ = 0;   // kText: bytes at the beginning of held_ that are known to be white space
   size_t matched_ = 0;  // kText: bytes of syntax_.begin at the end of held_; kMiddle, kEnd: bytes that were skipped
   int depth_ = 0;       // kArguments
   bool in_string_ = false, escaped_ = false;

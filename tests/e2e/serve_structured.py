@@ -134,6 +134,14 @@ class Hermes(Structured):
         reply = self.create(extra_body={"structured_outputs": {"regex": "[0-9]{3}"}})
         self.assertRegex(reply.choices[0].message.content, r"\A[0-9]{3}\Z")
 
+    def test_a_call_cut_by_a_stop_string_is_not_whole(self):
+        fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 600, "seed": 3}
+        for stop in ('"arguments"', "</tool_call>"):  # behind the name, and in front of the end
+            choice = self.create(stop=[stop], **fields).choices[0]
+            self.assertEqual((choice.finish_reason, len(choice.message.tool_calls)), ("stop", 1))
+            _, calls, finish = self.streamed(stop=[stop], **fields)
+            self.assertEqual((finish, len(calls)), ("stop", 1))
+
     def test_required_calls(self):
         for seed in range(12):
             choice = self.create(tools=TOOLS, tool_choice="required", seed=seed, max_tokens=600).choices[0]

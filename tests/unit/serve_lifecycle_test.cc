@@ -1,7 +1,10 @@
 // Waiting, leaving and loading.
 #include <absl/strings/str_split.h>
 
+#include <new>
+
 #include "parvl/base/log.h"
+#include "parvl/serve/running_jobs.h"
 #include "tests/unit/serve_fixture.h"
 
 namespace parvl {
@@ -162,6 +165,28 @@ TEST_F(ServerTest, LoadFailureEndsRun) {
   join();
   EXPECT_EQ(exit_code(result_), 2);
   EXPECT_EQ(result_.message(), "no config.json in models/tiny");
+}
+
+TEST(RunningJobsTest, EndWithTheirRequestHoweverItEnds) {
+  const TemporaryFolder folder;
+  write_model_folder(folder.path());
+  const auto script = std::make_shared<FakeScript>();
+  script->endless = true;
+  FakeEngine engine(script, folder.path(), 200);
+  EngineRequest request;
+  auto prompt = std::make_shared<Prompt>();
+  prompt->ids = {1};
+  request.prompt = std::move(prompt);
+  request.on_token = [](const TokenEvent&) {};
+  request.on_end = [](const absl::StatusOr<GenerateResult>&) {};
+  const auto serve = [&] {
+    RunningJobs jobs(engine, {});
+    jobs.submit(request);
+    EXPECT_TRUE(script->wait_for([&] { return script->started == 1; }));
+    throw std::bad_alloc();
+  };
+  EXPECT_THROW(serve(), std::bad_alloc);
+  EXPECT_TRUE(script->wait_for([&] { return script->cancelled == 1; }));
 }
 
 TEST_F(ServerTest, ListenErrorsNameTheFlag) {

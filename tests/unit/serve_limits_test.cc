@@ -1,4 +1,5 @@
 // Every limit of the HTTP side, reached.
+#include "parvl/base/file.h"
 #include "tests/unit/serve_fixture.h"
 
 namespace parvl {
@@ -189,6 +190,26 @@ TEST_F(LimitsTest, RandomAndTruncatedRequestsNeverHurtOthers) {
       c->shut_down_sending();
   }
   EXPECT_EQ(client()->chat(user_says("hi")).status, 200);
+}
+
+// A body of more than a few kilobytes goes through the chat template elsewhere, whatever part of it is large. This
+// template takes long for every request: the server answers others meanwhile.
+TEST_F(LimitsTest, WhatMayTakeLongKeepsNobodyWaiting) {
+  const std::string path = folder_.path() + "/chat_template.jinja";
+  const std::string slow = "{% for i in range(25000) %}{% if i == -1 %}x{% endif %}{% endfor %}";
+  ASSERT_TRUE(write_file_atomically(path, slow + *read_file(path)).ok());
+  start();
+  Json body = user_says("hi");
+  body["metadata"] = {{"note", std::string(4000, 'x')}};
+  auto slow_one = client(), other = client();
+  slow_one->send(chat_request(body));
+  ASSERT_TRUE(wait_admitted(1));
+  EXPECT_EQ(other->get("/livez").status, 200);
+  {
+    std::lock_guard lock(script_->mutex);
+    EXPECT_EQ(script_->started, 0);
+  }
+  EXPECT_EQ(slow_one->read_reply().status, 200);
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ TEST_F(ServerTest, ShutdownLetsTheRunningRequestFinish) {
 }
 
 TEST_F(ServerTest, ShutdownTimeoutCutsWithAnError) {
-  options_.shutdown_timeout = milliseconds(50);
+  options_.shutdown_timeout = milliseconds(400);
   start();
   close_gate();
   Json body = user_says("hi");
@@ -72,8 +72,28 @@ TEST_F(ServerTest, ShutdownTimeoutCutsWithAnError) {
   EXPECT_TRUE(result_.ok());
 }
 
+// What is cut has time for its last words before the time-out is over, not after it.
+TEST_F(ServerTest, CuttingAndItsLastWordsFitTheTimeout) {
+  options_.shutdown_timeout = milliseconds(1500);
+  start();
+  close_gate();
+  Json body = user_says("hi");
+  body["stream"] = true;
+  TestClient client(server_->port());
+  client.send(chat_request(body));
+  ASSERT_TRUE(wait_started(1));
+  const double begin_s = clock_.now_seconds();
+  server_->shutdown();
+  EXPECT_EQ(client.read_reply().status, 503);
+  const double cut_s = clock_.now_seconds() - begin_s;
+  EXPECT_GE(cut_s, 0.75);  // half of it is for those that run
+  EXPECT_LT(cut_s, 1.5);   // the words come before the end
+  open_gate();
+  join();
+}
+
 TEST_F(ServerTest, ShutdownTimeoutEndsABegunStreamWithAnErrorEvent) {
-  options_.shutdown_timeout = milliseconds(50);
+  options_.shutdown_timeout = milliseconds(400);
   start();
   close_gate();
   Json body = user_says("hi");
@@ -131,7 +151,7 @@ TEST_F(ServerTest, TimeOutsEndTheWaitForAGrammar) {
 }
 
 TEST_F(ServerTest, ShutdownEndsGrammarsThatAreBeingCompiled) {
-  options_.shutdown_timeout = milliseconds(50);
+  options_.shutdown_timeout = milliseconds(400);
   start();
   std::vector<std::unique_ptr<TestClient>> clients;
   for (size_t i = 0; i < 4; ++i) {
@@ -171,7 +191,7 @@ TEST_F(ServerTest, ShutdownEndsWorkThatWaitsForAThread) {
   const auto images = std::make_shared<GatedImages>();
   absl::Cleanup open_gate = [&] { images->open(); };
   options_.media.images = images;
-  options_.shutdown_timeout = milliseconds(50);
+  options_.shutdown_timeout = milliseconds(1000);
   start();
   const Json image = {{"type", "image_url"}, {"image_url", {{"url", "data:,x"}}}};
   const Json body = {{"messages", Json::array({{{"role", "user"}, {"content", Json::array({image, image, image})}}})}};

@@ -198,5 +198,29 @@ TEST(ToolParserTest, CutsMakeNoDifference) {
   EXPECT_EQ(rest[0].text, "  <tool_c");
 }
 
+TEST(ToolParserTest, KnowsWhetherACallWasCut) {
+  const std::string call = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": [1]}}</tool_call>";
+  for (size_t length = 0; length <= call.size(); ++length) {
+    ToolParser parser(rules_with_tools().tools);
+    parser.push("so: " + call + "\n" + call.substr(0, length));
+    parser.finish();
+    const bool begun = length >= std::string("<tool_call>{\"name\": \"").size();
+    EXPECT_EQ(parser.inside_call(), begun && length < call.size()) << call.substr(0, length);
+  }
+}
+
+// A million bytes, one by one: looking at all of them again for each would take minutes.
+TEST(ToolParserTest, WhiteSpaceIsLookedAtOnce) {
+  ToolParser parser(rules_with_tools().tools);
+  const std::string piece(1 << 10, ' ');
+  for (int i = 0; i < 1 << 10; ++i) ASSERT_TRUE(parser.push(piece).empty());
+  const std::vector<ToolEvent> word = parser.push("x \n");
+  ASSERT_EQ(word.size(), 1u);
+  EXPECT_EQ(word[0].text.size(), (1u << 20) + 1);
+  EXPECT_TRUE(parser.push(" <tool_call>").empty());  // the space before it is no content
+  EXPECT_TRUE(parser.push("{\"name\": \"").empty());
+  EXPECT_TRUE(parser.inside_call());
+}
+
 }  // namespace
 }  // namespace parvl
