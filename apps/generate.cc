@@ -152,12 +152,15 @@ absl::Status run_generate(const GenerateFlags& flags) {
   if (!flags.audio.empty()) return not_available_yet("--audio");
   if (!flags.video.empty()) return not_available_yet("--video");
   if (!is_valid_utf8(flags.prompt)) return invalid("--prompt ", excerpt(flags.prompt), " is not UTF-8 text");
-  const Heartbeat heartbeat(flags.generator.load.startup);
+  Startup& startup = *flags.generator.load.startup;
+  std::optional<Heartbeat> heartbeat(std::in_place, flags.generator.load.startup);
   PARVL_ASSIGN_OR_RETURN(auto generator, Generator::open(flags.model, flags.generator));
   PARVL_ASSIGN_OR_RETURN(const SamplingParams sampling, read_sampling(flags, *generator));
   PARVL_ASSIGN_OR_RETURN(const Prompt prompt, read_prompt(flags, generator->prompts()));
+  if (!flags.json_schema.empty()) startup.begin("grammar");
   PARVL_ASSIGN_OR_RETURN(const auto grammar, read_grammar(flags.json_schema, generator->grammars()));
   PARVL_RETURN_IF_ERROR(generator->load_weights(size_of(prompt, sampling, *generator)));
+  heartbeat.reset();  // from here on the answer is the sign of life
   const auto show = [&flags](const TokenEvent& event) {
     if (flags.json) return true;
     std::fwrite(event.text.data(), 1, event.text.size(), stdout);

@@ -23,7 +23,7 @@
 namespace parvl {
 namespace {
 
-constexpr int64_t kMinTraceBytes = 4096;
+constexpr int64_t kMinTraceBytes = 4096, kMinRecordBytes = 4096;
 
 struct ServeFlags {
   ServeOptions serve;
@@ -137,6 +137,11 @@ absl::Status start_trace(ServeFlags& flags, const Clock& clock) {
   return flags.trace_wait ? absl::OkStatus() : flags.serve.timeline->start().status();
 }
 
+absl::Status check_record(const ServeFlags& flags) {
+  if (flags.engine.record_max_bytes >= kMinRecordBytes) return absl::OkStatus();
+  return invalid("--record-max-bytes must be at least ", kMinRecordBytes, ", found ", flags.engine.record_max_bytes);
+}
+
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
@@ -156,6 +161,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   std::random_device entropy;
   flags.serve.seed = static_cast<uint64_t>(entropy()) << 32 | entropy();
   flags.serve.stop_descriptor = signal.descriptor();
+  PARVL_RETURN_IF_ERROR(check_record(flags));
   PARVL_RETURN_IF_ERROR(start_trace(flags, context.clock));
 
   // A text-only directory has no pictures to decode.
@@ -209,6 +215,7 @@ void add_unavailable_options(CLI::App& command, ServeFlags& flags) {
 void add_telling_options(CLI::App& command, ServeFlags& flags) {
   command.add_option("--record", flags.engine.record_path,
                      "File to write every scheduling event and decision to, for `parvl replay`; it holds token ids");
+  command.add_option("--record-max-bytes", flags.engine.record_max_bytes, "Where a record ends")->capture_default_str();
   named(
       command.add_option("--trace", flags.trace.path,
                          "File for a trace of requests and steps, without content, for Perfetto or chrome://tracing"));
@@ -273,7 +280,8 @@ void add_serve_command(CLI::App& app, Context& context) {
       ->capture_default_str();
   command->add_option("--api-key", serve.api_keys, "Keys, one of which every request but the probes must carry");
   command
-      ->add_option("--shutdown-timeout", flags->shutdown_timeout_s, "Seconds that running requests have after SIGTERM")
+      ->add_option("--shutdown-timeout", flags->shutdown_timeout_s,
+                   "Seconds from SIGTERM to the end; what still runs one second before (at most half of it) is cut")
       ->capture_default_str();
   command->add_option(
       "--limit-mm-per-prompt", flags->limit_mm_per_prompt,

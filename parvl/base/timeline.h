@@ -37,6 +37,7 @@ class Timeline {
   absl::StatusOr<std::string> start();
   absl::StatusOr<std::string> stop();
   bool recording() const { return recording_.load(std::memory_order_relaxed); }
+  int64_t session() const { return session_.load(std::memory_order_relaxed); }  // which recording; 0: none yet
 
   // A row for one of the process's threads.
   int add_lane(std::string name);

@@ -1,15 +1,13 @@
 #include "parvl/exec/engine_load.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <memory>
 #include <utility>
 
 #include "parvl/base/log.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/load.h"
+#include "parvl/exec/record_file.h"
 #include "parvl/exec/torch_executor.h"
 #include "parvl/nn/device.h"
 
@@ -75,14 +73,6 @@ void log_plan(const LoadedFiles& files, const SchedulerConfig& config, const Ser
            bytes_text(memory.encoder_cache));
 }
 
-absl::StatusOr<RecordedScheduler::Write> open_record(const std::string& path) {
-  if (path.empty()) return RecordedScheduler::Write();
-  auto file = std::make_shared<std::ofstream>(path, std::ios::binary | std::ios::trunc);
-  if (!*file) return invalid("cannot write the record ", path, ": ", std::strerror(errno));
-  // A line at a time, so that the record of a process that dies ends with the event that it died of.
-  return RecordedScheduler::Write([file](std::string_view line) { file->write(line.data(), line.size()).flush(); });
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, const EngineOptions& options,
@@ -90,7 +80,9 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
   std::unique_ptr<Engine> out;
   PARVL_RETURN_IF_ERROR(catch_exceptions("cannot load " + dir, [&]() -> absl::Status {
     EngineConfig config;
-    PARVL_ASSIGN_OR_RETURN(config.record, open_record(options.record_path));
+    if (!options.record_path.empty()) {
+      PARVL_ASSIGN_OR_RETURN(config.record, record_to(options.record_path, options.record_max_bytes));
+    }
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, options.load));
     PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options));
     PARVL_ASSIGN_OR_RETURN(config.scheduler, scheduler_config(files, options, memory));

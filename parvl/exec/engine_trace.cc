@@ -30,6 +30,10 @@ void EngineTrace::scheduled(double begin_s, double end_s, const SchedulerOutput&
 
 void EngineTrace::counts(double at_s, int64_t running, int64_t waiting, double kv_share) {
   if (!on()) return;
+  if (std::exchange(session_, timeline_->session()) != timeline_->session()) {  // a new file knows none of them
+    running_ = waiting_ = -1;
+    kv_share_ = -1;
+  }
   if (std::exchange(running_, running) != running) timeline_->counter("running", at_s, static_cast<double>(running));
   if (std::exchange(waiting_, waiting) != waiting) timeline_->counter("waiting", at_s, static_cast<double>(waiting));
   if (std::exchange(kv_share_, kv_share) != kv_share) timeline_->counter("kv_cache_usage", at_s, kv_share);

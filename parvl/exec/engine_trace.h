@@ -45,6 +45,7 @@ class EngineTrace {
 
   std::shared_ptr<Timeline> timeline_;
   int loop_lane_ = 0, backbone_lane_ = 0, encoder_lane_ = 0;
+  int64_t session_ = 0;                  // the recording that the counts were told to
   int64_t running_ = -1, waiting_ = -1;  // as told last
   double kv_share_ = -1;
 };

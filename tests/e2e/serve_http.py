@@ -263,6 +263,15 @@ class CommandLine(unittest.TestCase):
             self.assertIn(says, done.stderr.strip().splitlines()[-1], flags)
             self.assertNotIn("parvl ready", done.stdout)
 
+    def test_limits_that_make_no_sense(self):
+        need_model()
+        for flag, value, valid in (("--max-num-seqs", 10**15, "between 1 and 65536"), ("--max-num-batched-tokens", 10**15, "between 1 and 16777216"),
+                                   ("--kv-cache-memory-bytes", -5, f"between 0 and {2**50}"), ("--encoder-cache-bytes", -5, f"between 0 and {2**50}"),
+                                   ("--record-max-bytes", 5, "at least 4096")):
+            done = subprocess.run([PARVL, "serve", "--model", MODEL, "--port", "0", flag, str(value)], capture_output=True, text=True, timeout=60)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertTrue(done.stderr.strip().endswith(f"{flag} must be {valid}, found {value}"), done.stderr)
+
     def test_tensor_parallel_of_one_is_accepted(self):
         done = self.run_parvl("serve", "--model", "no/such/folder", "-tp", "1", "--port", "0")
         self.assertIn("no/such/folder", done.stderr.strip().splitlines()[-1])

@@ -1,5 +1,6 @@
 """Starting: what does not fit is said before any weight is read, and the phases are told with their times."""
 # slow
+import fcntl
 import json
 import os
 import pathlib
@@ -128,6 +129,26 @@ class Phases(unittest.TestCase):
             errors = "".join(server.errors)
             self.assertRegex(errors, r"ready after [\d.]+ s: files [\d.]+ s, weights [\d.]+ s, KV memory [\d.]+ s, warm-up [\d.]+ s, listening [\d.]+ s")
             self.assertRegex(errors, r"KV memory: \d+ tokens in \d+ blocks")
+
+    def test_an_answer_that_nobody_reads_is_no_start(self):
+        """The first token waits in front of a full pipe, for longer than a start is silent."""
+        need_model()
+        reading, writing = os.pipe()
+        size = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(writing, b"x" * size)
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as schema:
+            schema.write('{"enum": ["red", "green"]}')
+            schema.flush()
+            command = [PARVL, "generate", "--model", MODEL, "--prompt", "x", "--json-schema", schema.name]
+            with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True) as process:
+                os.close(writing)
+                with self.assertRaises(subprocess.TimeoutExpired):
+                    process.wait(7)
+                with os.fdopen(reading) as pipe:
+                    self.assertIn(pipe.read()[size:].strip(), ('"red"', '"green"'))
+                errors = process.stderr.read()
+                self.assertEqual(process.wait(30), 0, errors)
+        self.assertNotIn("starting:", errors)
 
 
 if __name__ == "__main__":

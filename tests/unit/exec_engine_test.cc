@@ -358,7 +358,7 @@ TEST_F(EngineTest, RefusesLimitsThatMakeNoSense) {
   EXPECT_THAT(refusal(options), testing::HasSubstr("--max-num-batched-tokens 99 is less than --max-num-seqs 100"));
   options = {};
   options.max_seqs = 0;
-  EXPECT_THAT(refusal(options), testing::HasSubstr("max-num-seqs is 0"));
+  EXPECT_THAT(refusal(options), testing::HasSubstr("--max-num-seqs must be between 1 and 65536, found 0"));
   options = {};
   options.record_path = root_ + "/no/such/folder/record";
   EXPECT_THAT(refusal(options), testing::HasSubstr("cannot write the record"));

@@ -82,6 +82,51 @@ TEST(Fit, TheSentenceHoldsEveryFigureAndAFlag) {
   EXPECT_EQ(exit_code(plan_serving_memory(half_billion(), settings(), there(kGiB * 3 / 2)).status()), 2);
 }
 
+TEST(Fit, ValuesOutsideTheirRangeNameTheirFlag) {
+  const int64_t huge = 1'000'000'000'000'000;
+  const auto refusal = [](int64_t ServingSettings::*value, int64_t number) {
+    ServingSettings s = settings();
+    s.*value = number;
+    const absl::Status status = plan_serving_memory(half_billion(), s, there(64 * kGiB)).status();
+    EXPECT_EQ(exit_code(status), 2);
+    return std::string(status.message());
+  };
+  for (const int64_t value : {int64_t{-5}, int64_t{0}, huge}) {
+    EXPECT_EQ(refusal(&ServingSettings::max_seqs, value),
+              absl::StrCat("--max-num-seqs must be between 1 and 65536, found ", value));
+    EXPECT_EQ(refusal(&ServingSettings::max_batched_tokens, value),
+              absl::StrCat("--max-num-batched-tokens must be between 1 and 16777216, found ", value));
+  }
+  for (const int64_t value : {int64_t{-5}, 2 * huge}) {
+    EXPECT_EQ(refusal(&ServingSettings::kv_cache_bytes, value),
+              absl::StrCat("--kv-cache-memory-bytes must be between 0 and 1125899906842624, found ", value));
+    EXPECT_EQ(refusal(&ServingSettings::encoder_cache_bytes, value),
+              absl::StrCat("--encoder-cache-bytes must be between 0 and 1125899906842624, found ", value));
+  }
+}
+
+// At the ends of the ranges, with a context of a million tokens, nothing wraps around.
+TEST(Fit, TheLargestValuesDoNotOverflow) {
+  ModelSpec spec = half_billion();
+  spec.backbone.max_positions = 1 << 20;
+  for (const bool cuda : {false, true}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat64}) {
+      ServingSettings s = settings();
+      s.dtype = dtype;
+      s.max_model_len = 1 << 20;
+      s.max_seqs = 1 << 16;
+      s.max_batched_tokens = 1 << 24;
+      s.kv_cache_bytes = s.encoder_cache_bytes = int64_t{1} << 50;
+      const auto whole = plan_serving_memory(spec, s, there(int64_t{1} << 62, cuda));
+      ASSERT_TRUE(whole.ok()) << whole.status();
+      for (const int64_t part : {whole->weights, whole->kv, whole->step, whole->encode, whole->encoder_cache}) {
+        EXPECT_GT(part, 0);
+        EXPECT_LT(part, int64_t{1} << 60);
+      }
+    }
+  }
+}
+
 // Over the whole range of memory: it fits, or the advice makes it fit, or there is no flag for it.
 TEST(Fit, TheAdviceIsTrue) {
   int fitted = 0, advised = 0, hopeless = 0;

@@ -11,6 +11,8 @@ namespace {
 constexpr int64_t kMaxDefaultKvBytes = int64_t{8} << 30, kMaxDefaultEncoderCache = int64_t{1} << 30;
 constexpr int64_t kPrefixShare = 4;  // how much more than what runs at once is of use, to keep prefixes
 
+constexpr int64_t kMaxSeqs = 1 << 16, kMaxBatchedTokens = 1 << 24, kMaxBytes = int64_t{1} << 50;
+
 int64_t blocks_a_sequence(const ServingSettings& s) { return (s.max_model_len + s.block_size - 1) / s.block_size; }
 
 // All that does not depend on how much there is.
@@ -135,8 +137,20 @@ std::string bytes_text(int64_t bytes) {
   return mebibytes >= 1024 ? absl::StrFormat("%.1f GiB", mebibytes / 1024) : absl::StrFormat("%.1f MiB", mebibytes);
 }
 
+absl::Status validate(const ServingSettings& s) {
+  const auto between = [](const char* flag, int64_t low, int64_t high, int64_t value) {
+    if (value >= low && value <= high) return absl::OkStatus();
+    return invalid(flag, " must be between ", low, " and ", high, ", found ", value);
+  };
+  PARVL_RETURN_IF_ERROR(between("--max-num-seqs", 1, kMaxSeqs, s.max_seqs));
+  PARVL_RETURN_IF_ERROR(between("--max-num-batched-tokens", 1, kMaxBatchedTokens, s.max_batched_tokens));
+  PARVL_RETURN_IF_ERROR(between("--kv-cache-memory-bytes", 0, kMaxBytes, s.kv_cache_bytes));
+  return between("--encoder-cache-bytes", 0, kMaxBytes, s.encoder_cache_bytes);
+}
+
 absl::StatusOr<ServingMemory> plan_serving_memory(const ModelSpec& spec, const ServingSettings& settings,
                                                   const MemoryThere& there) {
+  PARVL_RETURN_IF_ERROR(validate(settings));
   const ServingMemory memory = plan(spec, settings, there);
   const int64_t needed = blocks_a_sequence(settings);
   if (memory.num_blocks < needed) {

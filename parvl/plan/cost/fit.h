@@ -27,6 +27,10 @@ struct MemoryThere {
   Target target;
 };
 
+// OK, or InvalidArgument naming the first flag whose value is outside its range, and the range. Within these the bytes
+// of any model stay far from what int64_t holds.
+absl::Status validate(const ServingSettings& settings);
+
 struct ServingMemory {
   int64_t weights = 0, kv = 0, step = 0, encode = 0, encoder_cache = 0;
   int64_t num_blocks = 0;  // of KV memory
@@ -35,7 +39,7 @@ struct ServingMemory {
 
 // KV memory by default: on the CPU a quarter of what the rest leaves, at most 8 GiB, though never less than one
 // sequence needs; on a GPU all of it. Never more than is of use. InvalidArgument, in one sentence with every figure and
-// the flags that would make it fit, when it does not.
+// the flags that would make it fit, when it does not; as validate() too.
 absl::StatusOr<ServingMemory> plan_serving_memory(const ModelSpec& spec, const ServingSettings& settings,
                                                   const MemoryThere& there);
 
