@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <future>
 
 #include "parvl/base/memory.h"
 #include "parvl/base/startup.h"
@@ -64,10 +65,19 @@ TEST(Startup, IsNeverSilentForFiveSeconds) {
   }
 }
 
-TEST(Startup, AHeartbeatEndsWithItsOwner) {
-  auto told = std::make_shared<Told>();
-  { const Heartbeat heartbeat(std::shared_ptr<Startup>(told, &told->startup)); }
-  EXPECT_TRUE(told->lines.empty());
+TEST(Startup, AHeartbeatTellsUntilItsOwnerEnds) {
+  ManualClock clock;
+  std::promise<std::string> told;
+  const auto startup = std::make_shared<Startup>(clock, [&](const std::string& line) { told.set_value(line); });
+  startup->begin("weights");
+  clock.advance_ns(static_cast<int64_t>(Startup::kSilence * 1e9));
+  {
+    const Heartbeat heartbeat(startup);
+    std::future<std::string> line = told.get_future();
+    ASSERT_EQ(line.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+    EXPECT_EQ(line.get(), "starting: weights, 4 s");
+  }
+  EXPECT_EQ(startup.use_count(), 1);  // nobody is left who could beat
 }
 
 class MemoryFiles : public testing::Test {

@@ -314,7 +314,9 @@ TEST_F(LoaderTest, StopsCleanlyWhileTheThreadsAreBusy) {
     LoaderOptions long_run = options(3);
     long_run.last_step = int64_t{1} << 40;
     BatchLoader loader(dataset_, prompts_, long_run);
-    if (i % 2 == 1) EXPECT_TRUE(loader.next().ok());
+    if (i % 2 == 1) {
+      EXPECT_TRUE(loader.next().ok());
+    }
   }
 }
 
