@@ -57,6 +57,11 @@ jinja_change(value.cpp "    auto newline = [indent]()" "    parvl::TemplateNesti
 jinja_change(value.cpp "    val->stats.used = true;" "    parvl::TemplateNesting nesting; parvl::spend_template_steps(1); val->stats.used = true;")
 jinja_change(runtime.h "value_string & parts) {\n    // TODO" "value_string & parts) {\n    parvl::TemplateNesting nesting;\n    // TODO")
 jinja_change(value.h "virtual ~value_t() = default;" "virtual ~value_t();")
+jinja_change(value.h "const func_builtins & global_builtins();"
+  "const func_builtins & global_builtins();\nvoid note_change(const value & container, const value & item);")
+jinja_change(value.cpp "arr_editable->push_back(args.get_pos(1));"
+  "arr_editable->push_back(args.get_pos(1)); note_change(args.get_pos(0), args.get_pos(1));")
+jinja_change(runtime.cpp "obj_ptr->insert(prop_name, rhs);" "obj_ptr->insert(prop_name, rhs); note_change(object, rhs);")
 foreach(function "parse_any()" "parse_if_expression()" "parse_logical_negation_expression()" "parse_unary_expression()"
     "parse_call_expression(statement_ptr callee)" "parse_if_statement(size_t start_pos)")
   jinja_change(parser.cpp "    statement_ptr ${function} {" "    statement_ptr ${function} { parvl::TemplateNesting nesting;")

@@ -109,6 +109,7 @@ absl::StatusOr<std::shared_ptr<const JinjaTemplate>> JinjaTemplate::compile(cons
   impl->source = source;
   impl->reads_clock = source.find("strftime_now") != std::string::npos;
   try {
+    const TemplateLeftovers leftovers;
     const TemplateBudget budget;
     jinja::lexer lexer;
     impl->program = jinja::parse_from_tokens(lexer.tokenize(source));
@@ -123,6 +124,7 @@ absl::StatusOr<std::vector<TextRun>> JinjaTemplate::render(const TemplateValue& 
   std::unique_lock<std::mutex> lock(impl_->clock_mutex, std::defer_lock);
   if (impl_->reads_clock) lock.lock();
   try {
+    const TemplateLeftovers leftovers;
     jinja::context context(impl_->source);
     for (size_t i = 0; i < globals.items.size(); ++i) context.set_val(globals.keys[i], to_engine(globals.items[i]));
     const TemplateBudget budget;

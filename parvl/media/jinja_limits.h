@@ -27,6 +27,16 @@ class TemplateBudget {
   TemplateBudget& operator=(const TemplateBudget&) = delete;
 };
 
+// Lists and objects that hold themselves keep their memory when nothing else holds them. Made before the variables of a
+// template are, and destroyed after them, it frees what of them this thread's template has left. Not one in another.
+class TemplateLeftovers {
+ public:
+  TemplateLeftovers() = default;
+  ~TemplateLeftovers();
+  TemplateLeftovers(const TemplateLeftovers&) = delete;
+  TemplateLeftovers& operator=(const TemplateLeftovers&) = delete;
+};
+
 namespace template_budget {
 extern constinit thread_local int64_t steps_left, bytes_left, nesting_left;
 [[noreturn]] void no_steps_left();

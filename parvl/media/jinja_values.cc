@@ -1,6 +1,7 @@
 // What the Jinja engine's values lack: bounds on the built-in functions that can take or write far more than they are
-// given (cmake/jinja.cmake puts the calls in), and an end without recursion.
+// given (cmake/jinja.cmake puts the calls in), an end without recursion, and an end of those that hold themselves.
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -94,7 +95,15 @@ void take_apart(std::vector<value>& waiting, value& item) {
   }
 }
 
+// What was given something to hold after it was made: only those can hold themselves.
+thread_local std::vector<std::weak_ptr<value_t>> g_changed;
+
 }  // namespace
+
+void note_change(const value& container, const value& item) {
+  // A function holds what it was taken from, or the variables around it.
+  if (is_val<value_array>(item) || is_val<value_object>(item) || item->val_func) g_changed.push_back(container);
+}
 
 // Lists in lists in lists, as many as a loop makes, would be destroyed by as many calls one in another.
 value_t::~value_t() {
@@ -122,3 +131,17 @@ void check_call(const std::string& name, const std::vector<value>& args) {
 }
 
 }  // namespace jinja
+
+namespace parvl {
+
+TemplateLeftovers::~TemplateLeftovers() {
+  for (const std::weak_ptr<jinja::value_t>& changed : std::exchange(jinja::g_changed, {})) {
+    const jinja::value left = changed.lock();
+    if (left == nullptr) continue;
+    left->val_arr.clear();
+    left->val_obj.clear();
+    if (auto* object = dynamic_cast<jinja::value_object_t*>(left.get())) object->unordered.clear();
+  }
+}
+
+}  // namespace parvl

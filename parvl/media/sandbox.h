@@ -7,6 +7,14 @@
 
 namespace parvl {
 
+// Whether give_up_rights bounds memory: not in a build with AddressSanitizer, whose own maps take terabytes of address
+// space.
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kSandboxBoundsMemory = false;
+#else
+inline constexpr bool kSandboxBoundsMemory = true;
+#endif
+
 // From now on this process can compute in up to `memory_bytes` of address space and read and write descriptor `keep`
 // and standard error; every other descriptor is closed, and opening files, making sockets and starting processes fail
 // with EPERM. Cannot be undone. An error when the kernel lacks seccomp; the process may then have given up a part.
