@@ -369,14 +369,14 @@ bool describes_object(const OrderedJson& supported) {
 }
 
 absl::Status check_pattern(std::string_view pattern, const std::string& where) {
-  PARVL_RETURN_IF_ERROR(check_grammar_bytes(pattern.size(), where));
+  PARVL_RETURN_IF_ERROR(check_grammar_bytes(pattern.size(), where, SchemaLimits::kMaxPatternBytes));
   if (largest_repeat(pattern) <= SchemaLimits::kMaxRepeat) return absl::OkStatus();
   return invalid(where, " repeats something more than ", SchemaLimits::kMaxRepeat, " times");
 }
 
-absl::Status check_grammar_bytes(size_t bytes, const std::string& where) {
-  if (bytes <= SchemaLimits::kMaxBytes) return absl::OkStatus();
-  return invalid(where, ": ", bytes, " bytes are over the limit of ", SchemaLimits::kMaxBytes);
+absl::Status check_grammar_bytes(size_t bytes, const std::string& where, size_t limit) {
+  if (bytes <= limit) return absl::OkStatus();
+  return invalid(where, ": ", bytes, " bytes are over the limit of ", limit);
 }
 
 }  // namespace parvl

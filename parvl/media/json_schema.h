@@ -14,7 +14,8 @@ struct SchemaLimits {
   static constexpr int64_t kMaxDepth = 24;             // schemas in one another
   static constexpr size_t kMaxCountedProperties = 32;  // beside minProperties or maxProperties
   static constexpr int64_t kMaxRepeat = 4096;          // minItems, maxLength and the like, and {n,m} of a pattern
-  static constexpr size_t kMaxPointerBytes = 1024;     // the names on the way to one schema, as a JSON pointer
+  static constexpr size_t kMaxPatternBytes = 16u << 10;  // its automaton may take the square of it
+  static constexpr size_t kMaxPointerBytes = 1024;       // the names on the way to one schema, as a JSON pointer
 };
 
 // The schema as the grammar compiler reads it, whose answers are all valid under the given one (there may be valid
@@ -28,11 +29,11 @@ absl::StatusOr<OrderedJson> supported_schema(const OrderedJson& schema, const st
 // its $ref leads to.
 bool describes_object(const OrderedJson& supported);
 
-// That a pattern repeats nothing more often than kMaxRepeat and is no longer than kMaxBytes. InvalidArgument naming
-// `where`.
+// That a pattern repeats nothing more often than kMaxRepeat and is no longer than kMaxPatternBytes. InvalidArgument
+// naming `where`.
 absl::Status check_pattern(std::string_view pattern, const std::string& where);
 
-// That what is called `where` has at most kMaxBytes. InvalidArgument naming both.
-absl::Status check_grammar_bytes(size_t bytes, const std::string& where);
+// That what is called `where` has at most `limit` bytes. InvalidArgument naming all three.
+absl::Status check_grammar_bytes(size_t bytes, const std::string& where, size_t limit = SchemaLimits::kMaxBytes);
 
 }  // namespace parvl

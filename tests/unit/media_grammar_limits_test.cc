@@ -1,5 +1,6 @@
 // What compiling and following grammars may cost, what the compiler keeps, and what stops it.
 #include <gmock/gmock.h>
+#include <sys/resource.h>
 
 #include <atomic>
 #include <chrono>
@@ -95,9 +96,85 @@ TEST_F(GrammarTest, ASourceOfTooManyBytesIsRefusedBeforeTheLibrarySeesIt) {
   EXPECT_FALSE(compiler_->find(regex(repeated("ab", 4'000'000))).has_value());
   EXPECT_EQ(check_pattern("a{4096}", "it"), absl::OkStatus());
   EXPECT_THAT(std::string(check_pattern("a{2,4097}", "it").message()), HasSubstr("it repeats something more than"));
-  EXPECT_THAT(std::string(check_pattern(repeated("a", 200'000), "it").message()),
-              HasSubstr("over the limit of 131072"));
-  EXPECT_EQ(check_pattern(repeated("{", 100'000), "it"), absl::OkStatus());  // in linear time
+  EXPECT_THAT(std::string(check_pattern(repeated("a", 200'000), "it").message()), HasSubstr("over the limit of 16384"));
+  EXPECT_EQ(check_pattern(repeated("{", 16'000), "it"), absl::OkStatus());  // in linear time
+}
+
+// Printable characters, and pieces of two to four signs of JSON, whose place in a grammar is only known step by step.
+std::shared_ptr<const Tokenizer> tokenizer_of_pieces() {
+  Json vocab = Json::object();
+  for (char c = 0x21; c < 0x7f; ++c) vocab[std::string(1, c)] = vocab.size();
+  std::vector<std::string> pieces = {""};
+  for (int length = 1; length <= 4; ++length) {
+    std::vector<std::string> longer;
+    for (const std::string& piece : pieces) {
+      for (const char c : {'[', ']', '{', '}', ',', '1'}) longer.push_back(piece + c);
+    }
+    pieces = std::move(longer);
+    for (const std::string& piece : pieces) {
+      if (length > 1) vocab[piece] = vocab.size();
+    }
+  }
+  const Json end = {{"id", vocab.size()}, {"content", "<end>"},  {"single_word", false}, {"lstrip", false},
+                    {"rstrip", false},    {"normalized", false}, {"special", true}};
+  const Json byte_level = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
+  return *Tokenizer::from_json({{"version", "1.0"},
+                                {"added_tokens", Json::array({end})},
+                                {"normalizer", nullptr},
+                                {"pre_tokenizer", byte_level},
+                                {"post_processor", nullptr},
+                                {"decoder", byte_level},
+                                {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}},
+                               "the test's tokenizer");
+}
+
+// The sequences of a step share its bound: those that are hard to follow fail, the others do not notice.
+TEST_F(GrammarTest, AStepIsBoundedAsAWhole) {
+  const auto tokenizer = tokenizer_of_pieces();
+  std::string alike;
+  for (int i = 0; i < 200; ++i) {
+    alike += absl::StrCat(i ? "," : "", R"({"type":"array","items":{"type":"integer"},"minItems":)", i + 1, "}");
+  }
+  const std::string hard = *source_of(R"({"anyOf":[)" + alike + "]}"), easy = *source_of(R"({"type":"integer"})");
+  struct Outcome {
+    std::vector<absl::Status> statuses;  // of the hard ones, then the easy one
+    int64_t steps = 0;
+  };
+  const auto run = [&](size_t hard_ones, int64_t token_steps) {
+    GrammarLimits limits;
+    limits.token_steps = token_steps;
+    GrammarCompiler compiler(*tokenizer, {tokenizer->id_of("<end>")}, limits);
+    std::vector<GrammarMatcher> matchers;
+    std::vector<std::vector<uint32_t>> masks(hard_ones + 1);
+    Outcome out;
+    out.statuses.resize(hard_ones + 1);
+    std::vector<MaskJob> jobs;
+    for (size_t i = 0; i <= hard_ones; ++i) {
+      matchers.emplace_back(*compiler.compile(i < hard_ones ? hard : easy));
+      EXPECT_EQ(matchers[i].fill(masks[i]), absl::OkStatus());
+      for (const char* token : {"[", "1"}) {
+        if (i < hard_ones || *token == '1') EXPECT_EQ(matchers[i].accept(tokenizer->id_of(token)), absl::OkStatus());
+      }
+    }
+    for (size_t i = 0; i <= hard_ones; ++i) jobs.push_back({&matchers[i], &masks[i], &out.statuses[i]});
+    fill_masks(jobs);
+    for (const GrammarMatcher& matcher : matchers) out.steps += matcher.last_steps();
+    return out;
+  };
+  const std::vector<absl::Status> good(2);
+  const Outcome unbound = run(1, GrammarLimits().token_steps);
+  EXPECT_EQ(unbound.statuses, good);
+  ASSERT_GT(unbound.steps, 10'000);
+  EXPECT_EQ(run(1, 2 * unbound.steps).statuses, good);
+  for (const size_t hard_ones : {1, 7}) {
+    const int64_t bound = unbound.steps * 3 / 4;
+    const Outcome tight = run(hard_ones, bound);
+    for (size_t i = 0; i < hard_ones; ++i) {
+      EXPECT_THAT(std::string(tight.statuses[i].message()), HasSubstr("following the grammar takes more than")) << i;
+    }
+    EXPECT_EQ(tight.statuses.back(), absl::OkStatus());
+    EXPECT_LE(tight.steps, bound);
+  }
 }
 
 TEST_F(GrammarTest, StopsAtTheLimitOfSteps) {
@@ -124,12 +201,15 @@ TEST_F(GrammarTest, StopsAtTheLimitOfSteps) {
 
 // Whatever a client sends, time and memory are bounded: it is compiled, or refused in one sentence.
 TEST_F(GrammarTest, HostileSchemasCostLittle) {
-  std::string words, counted, alike, loops;
+  std::string words, counted, alike, loops, stars;
   for (int i = 0; i < 3000; ++i) words += absl::StrCat(i ? "," : "", "\"word number ", i, " of many\"");
   for (int i = 0; i < 300; ++i) {
     counted += absl::StrCat(i ? "," : "", "\"k", i, R"(":{"type":"string"})");
     alike += absl::StrCat(i ? "," : "", R"({"type":"object","properties":{"a":{"type":"string"},"b)", i,
                           R"(":{"type":"integer"}},"required":["a"]})");
+  }
+  for (int i = 0; i < 7; ++i) {
+    stars += absl::StrCat(i ? "," : "", "\"s", i, R"(":{"type":"string","pattern":")", repeated("(a*)*", 3'200), "\"}");
   }
   for (int i = 0; i < 60; ++i) {
     loops += absl::StrCat(i ? "," : "", "\"d", i, R"(":{"anyOf":[{"$ref":"#/$defs/d)", (i + 1) % 60,
@@ -154,8 +234,10 @@ TEST_F(GrammarTest, HostileSchemasCostLittle) {
       pattern("(.*a){40}"),
       pattern("[\\\\s\\\\S]{4000}"),
       pattern(repeated("(a*)*", 200)),
-      pattern(repeated("ab", 60'000)),
-      pattern(repeated("word|", 25'000) + "x"),
+      pattern(repeated("(a*)*", 3'200)),
+      R"({"properties":{)" + stars + "}}",
+      pattern(repeated("ab", 8'000)),
+      pattern(repeated("word|", 3'200) + "x"),
       R"({"properties":{")" + std::string(60'000, 'k') + R"(":{"properties":{)" + counted + "}}}}",
       R"({"type":"string","maxLength":1e300})",
       pattern(repeated("(", 2000) + "a" + repeated(")*", 2000)),
@@ -184,6 +266,9 @@ TEST_F(GrammarTest, HostileSchemasCostLittle) {
     EXPECT_LT(seconds, 20) << schema.substr(0, 200);  // a second or two alone on a machine
   }
   EXPECT_GT(available_bytes(), free_before - (int64_t{1} << 30));
+  rusage used{};
+  ASSERT_EQ(getrusage(RUSAGE_SELF, &used), 0);
+  EXPECT_LT(used.ru_maxrss, 1 << 20);  // KiB at the peak
 }
 
 TEST_F(GrammarTest, CompilesFromManyThreads) {
