@@ -54,8 +54,7 @@ class CommandLine(unittest.TestCase):
         """The exit status and the errors of a command that has got a signal before its main begins: it waits, held back, from
         before the program is there."""
         def send():
-            if ignored:
-                signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)  # it may be ignored in a background job
             signal.pthread_sigmask(signal.SIG_BLOCK, [number])
             os.kill(os.getpid(), number)
 

@@ -57,7 +57,7 @@ class Messages(TrainCase):
                 self.assertIn(part, self.refused("tokenizer=tokenizer"))
                 (damaged / name).write_text(good)
         config = tiny_config(text_only=True)
-        for change, part in (({"vocab_size": 300}, "the tokenizer has "), ({"hidden_size": 17}, "config.json"),
+        for change, part in (({"vocab_size": 300}, "'eos_token_id' 370 is not below 'vocab_size'"), ({"hidden_size": 17}, "config.json"),
                              ({"model_type": "gpt9"}, "gpt9"), ({"attention_dropout": 0.1}, "ropout")):
             with self.subTest(change):
                 (self.folder / "config.json").write_text(json.dumps({**config, **change}))
