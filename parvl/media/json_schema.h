@@ -14,8 +14,8 @@ struct SchemaLimits {
   static constexpr int64_t kMaxDepth = 24;             // schemas in one another
   static constexpr size_t kMaxCountedProperties = 32;  // beside minProperties or maxProperties
   static constexpr int64_t kMaxRepeat = 4096;          // minItems, maxLength and the like, and {n,m} of a pattern
-  static constexpr size_t kMaxPatternBytes = 16u << 10;  // its automaton may take the square of it
-  static constexpr size_t kMaxPointerBytes = 1024;       // the names on the way to one schema, as a JSON pointer
+  static constexpr size_t kMaxPatternBytes = 4u << 10;  // its automaton may take the square of it
+  static constexpr size_t kMaxPointerBytes = 1024;      // the names on the way to one schema, as a JSON pointer
 };
 
 // The schema as the grammar compiler reads it, whose answers are all valid under the given one (there may be valid

@@ -96,8 +96,8 @@ TEST_F(GrammarTest, ASourceOfTooManyBytesIsRefusedBeforeTheLibrarySeesIt) {
   EXPECT_FALSE(compiler_->find(regex(repeated("ab", 4'000'000))).has_value());
   EXPECT_EQ(check_pattern("a{4096}", "it"), absl::OkStatus());
   EXPECT_THAT(std::string(check_pattern("a{2,4097}", "it").message()), HasSubstr("it repeats something more than"));
-  EXPECT_THAT(std::string(check_pattern(repeated("a", 200'000), "it").message()), HasSubstr("over the limit of 16384"));
-  EXPECT_EQ(check_pattern(repeated("{", 16'000), "it"), absl::OkStatus());  // in linear time
+  EXPECT_THAT(std::string(check_pattern(repeated("a", 200'000), "it").message()), HasSubstr("over the limit of 4096"));
+  EXPECT_EQ(check_pattern(repeated("{", 4'000), "it"), absl::OkStatus());  // in linear time
 }
 
 // Printable characters, and pieces of two to four signs of JSON, whose place in a grammar is only known step by step.
@@ -153,7 +153,8 @@ TEST_F(GrammarTest, AStepIsBoundedAsAWhole) {
       matchers.emplace_back(*compiler.compile(i < hard_ones ? hard : easy));
       EXPECT_EQ(matchers[i].fill(masks[i]), absl::OkStatus());
       for (const char* token : {"[", "1"}) {
-        if (i < hard_ones || *token == '1') EXPECT_EQ(matchers[i].accept(tokenizer->id_of(token)), absl::OkStatus());
+        if (i == hard_ones && *token != '1') continue;  // the easy one is a number alone
+        EXPECT_EQ(matchers[i].accept(tokenizer->id_of(token)), absl::OkStatus());
       }
     }
     for (size_t i = 0; i <= hard_ones; ++i) jobs.push_back({&matchers[i], &masks[i], &out.statuses[i]});
@@ -201,15 +202,12 @@ TEST_F(GrammarTest, StopsAtTheLimitOfSteps) {
 
 // Whatever a client sends, time and memory are bounded: it is compiled, or refused in one sentence.
 TEST_F(GrammarTest, HostileSchemasCostLittle) {
-  std::string words, counted, alike, loops, stars;
+  std::string words, counted, alike, loops;
   for (int i = 0; i < 3000; ++i) words += absl::StrCat(i ? "," : "", "\"word number ", i, " of many\"");
   for (int i = 0; i < 300; ++i) {
     counted += absl::StrCat(i ? "," : "", "\"k", i, R"(":{"type":"string"})");
     alike += absl::StrCat(i ? "," : "", R"({"type":"object","properties":{"a":{"type":"string"},"b)", i,
                           R"(":{"type":"integer"}},"required":["a"]})");
-  }
-  for (int i = 0; i < 7; ++i) {
-    stars += absl::StrCat(i ? "," : "", "\"s", i, R"(":{"type":"string","pattern":")", repeated("(a*)*", 3'200), "\"}");
   }
   for (int i = 0; i < 60; ++i) {
     loops += absl::StrCat(i ? "," : "", "\"d", i, R"(":{"anyOf":[{"$ref":"#/$defs/d)", (i + 1) % 60,
@@ -234,14 +232,12 @@ TEST_F(GrammarTest, HostileSchemasCostLittle) {
       pattern("(.*a){40}"),
       pattern("[\\\\s\\\\S]{4000}"),
       pattern(repeated("(a*)*", 200)),
-      pattern(repeated("(a*)*", 3'200)),
-      R"({"properties":{)" + stars + "}}",
-      pattern(repeated("ab", 8'000)),
-      pattern(repeated("word|", 3'200) + "x"),
+      pattern(repeated("ab", 2'000)),
+      pattern(repeated("word|", 800) + "x"),
       R"({"properties":{")" + std::string(60'000, 'k') + R"(":{"properties":{)" + counted + "}}}}",
       R"({"type":"string","maxLength":1e300})",
-      pattern(repeated("(", 2000) + "a" + repeated(")*", 2000)),
-      pattern(repeated("(a|", 2000) + "b" + repeated(")", 2000)),
+      pattern(repeated("(", 1000) + "a" + repeated(")*", 1000)),
+      pattern(repeated("(a|", 1000) + "b" + repeated(")", 1000)),
       R"({"type":"string","minLength":3000,"maxLength":4096})",
       R"({"type":"array","items":{"type":"array","items":{"type":"string","maxLength":4000},"maxItems":4000},"minItems":4000})",
       R"({"title":")" + std::string(1 << 20, 'x') + "\"}",
@@ -266,6 +262,16 @@ TEST_F(GrammarTest, HostileSchemasCostLittle) {
     EXPECT_LT(seconds, 20) << schema.substr(0, 200);  // a second or two alone on a machine
   }
   EXPECT_GT(available_bytes(), free_before - (int64_t{1} << 30));
+}
+
+// Automata of the square of a pattern's length, which the steps hardly count.
+TEST_F(GrammarTest, StarsInStarsTakeBoundedMemory) {
+  std::string stars;
+  for (int i = 0; i < 30; ++i) {
+    stars += absl::StrCat(i ? "," : "", "\"s", i, R"(":{"type":"string","pattern":")", repeated("(a*)*", 800), "\"}");
+  }
+  const auto grammar = compile(R"({"properties":{)" + stars + "}}");
+  EXPECT_TRUE(grammar.ok() || absl::IsInvalidArgument(grammar.status())) << grammar.status();
   rusage used{};
   ASSERT_EQ(getrusage(RUSAGE_SELF, &used), 0);
   EXPECT_LT(used.ru_maxrss, 1 << 20);  // KiB at the peak
