@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "apps/commands.h"
-#include "bench/serve/lengths.h"
+#include "apps/mixed_lengths.h"
 #include "parvl/base/json.h"
 #include "parvl/base/memory.h"
 #include "parvl/base/rng.h"

@@ -63,7 +63,10 @@ class Bench:
         mine, padded, continuous = [], [], []
         for _ in range(self.rounds):
             args = [model, dtype, self.threads, clients, requests, max_prompt, max_new]
-            mine.append(json.loads(self.run([self.build / "bench" / "engine_bench", *args])))
+            mine.append(json.loads(self.run([
+                self.build / "parvl-engine", "bench", "--model", model, "--device", "cpu", "--dtype", dtype, "--clients", clients,
+                "--requests", requests, "--max-prompt", max_prompt, "--max-new", max_new])))
+            mine[-1]["ttft_ms"] = mine[-1]["ttft_ms"]["p50"]
             for how, runs in (("padded", padded), ("continuous", continuous)):
                 runs.append(json.loads(self.python("serve/peer_batch.py", *args, how).splitlines()[-1]))
         median = lambda runs, key: statistics.median(r[key] for r in runs)

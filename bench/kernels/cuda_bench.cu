@@ -190,7 +190,7 @@ void bench_sample(cudaStream_t stream, int64_t rows, double temperature) {
   cudaMalloc(&params, how.size() * sizeof(SampleRow));
   cudaMemcpy(params, how.data(), how.size() * sizeof(SampleRow), cudaMemcpyHostToDevice);
   cudaMalloc(&out, how.size() * sizeof(SampledRow));
-  cudaMalloc(&partial, static_cast<size_t>(64 * rows * kSampleParts));
+  cudaMalloc(&partial, static_cast<size_t>(decode_sample_partial_bytes(rows)));
   cudaMalloc(&finished, how.size() * 4);
   cudaMemset(finished, 0, how.size() * 4);
   const double us = time_us(stream, 20, [&](int) {

@@ -14,6 +14,7 @@
 #include "parvl/base/rng.h"
 #include "parvl/media/grammar.h"
 #include "parvl/media/json_schema.h"
+#include "tests/unit/byte_level_tokenizer.h"
 
 namespace parvl {
 namespace {
@@ -72,17 +73,7 @@ std::shared_ptr<const Tokenizer> make_tokenizer(size_t size) {
     for (const char c : text) key += spelled(static_cast<unsigned char>(c));
     vocab[key] = id++;
   }
-  const Json end = {{"id", id},        {"content", "<end>"},  {"single_word", false}, {"lstrip", false},
-                    {"rstrip", false}, {"normalized", false}, {"special", true}};
-  const Json byte_level = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
-  return *Tokenizer::from_json({{"version", "1.0"},
-                                {"added_tokens", Json::array({end})},
-                                {"normalizer", nullptr},
-                                {"pre_tokenizer", byte_level},
-                                {"post_processor", nullptr},
-                                {"decoder", byte_level},
-                                {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}},
-                               "the bench's tokenizer");
+  return byte_level_tokenizer(vocab);
 }
 
 // Random answers; the times of their masks in microseconds.

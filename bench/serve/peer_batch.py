@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The peer of engine_bench: transformers generating for the same requests. Either in padded batches of as many as there are
+"""The peer of `parvl-engine bench`: transformers generating for the same requests. Either in padded batches of as many as there are
 clients (a batch runs to its longest answer; only the tokens that were asked for count), or with its own continuous batching, as many
 at once. Prints one JSON object; where continuous batching does not run here, that is {"unavailable": why}.
 
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 
-def mixed_hash(i):  # as in lengths.h
+def mixed_hash(i):  # as in apps/mixed_lengths.h
     return (i + 1) * 2654435761 % 2**32 // 65536
 
 

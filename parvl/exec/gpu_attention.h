@@ -18,8 +18,6 @@ struct LayerPages {
 
 class GpuAttention {
  public:
-  explicit GpuAttention(const BackboneSpec& spec) : spec_(spec) {}
-
   // Whether there are kernels for this model's heads in such pages.
   static bool fits(const BackboneSpec& spec, const at::Tensor& pages) {
     return cuda::has_decode_attention(pages, spec.heads);
@@ -32,7 +30,6 @@ class GpuAttention {
                     const RotaryTable& rope) const;
 
  private:
-  const BackboneSpec& spec_;
   int64_t decode_count_ = 0, prefill_count_ = 0;  // sequences
   cuda::DecodeRows decode_;
   at::Tensor places_;         // int32 [T]

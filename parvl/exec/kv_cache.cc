@@ -50,7 +50,7 @@ void PagedAttention::begin(std::vector<PagedSequence> sequences) {
   }
   const at::Device device = pages_.keys(0).device();
   if (!device.is_cuda()) return;
-  if (!gpu_ && GpuAttention::fits(pages_.spec(), pages_.keys(0))) gpu_.emplace(pages_.spec());
+  if (!gpu_ && GpuAttention::fits(pages_.spec(), pages_.keys(0))) gpu_.emplace();
   if (gpu_) return gpu_->begin(sequences_, places_, pages_.layer(0));
   const at::Tensor places = to_device(std::vector<int64_t>(places_.begin(), places_.end()), device);
   write_blocks_ = places.floor_divide(size);

@@ -21,7 +21,7 @@ struct Part {
   float drawn_logit;
   int32_t padding[7];
 };
-static_assert(sizeof(Part) == 64);
+static_assert(sizeof(Part) == kSamplePartBytes);
 
 // Philox 4x32-10, as base/rng.h.
 __device__ double uniform(uint64_t seed, uint64_t stream, uint64_t counter) {

@@ -19,11 +19,13 @@ struct SampledRow {
   int32_t padding = 0;
 };
 
-constexpr int64_t kSampleParts = 16;  // blocks of threads a row is divided among
+constexpr int64_t kSampleParts = 16;      // blocks of threads a row is divided among
+constexpr int64_t kSamplePartBytes = 64;  // that each leaves for the last
+constexpr int64_t decode_sample_partial_bytes(int64_t rows) { return rows * kSampleParts * kSamplePartBytes; }
 
-// Device pointers. logits [rows, vocab] bfloat16, contiguous, vocab a multiple of 8; `partial`: 64 · rows ·
-// kSampleParts bytes; `finished` int32 [rows], zero before the first launch and after each. Launches two kernels on the
-// stream; returns cudaGetLastError().
+// Device pointers. logits [rows, vocab] bfloat16, contiguous, vocab a multiple of 8; `partial`:
+// decode_sample_partial_bytes(rows); `finished` int32 [rows], zero before the first launch and after each. Launches two
+// kernels on the stream; returns cudaGetLastError().
 int decode_sample(const void* logits, int64_t rows, int64_t vocab, const SampleRow* params, SampledRow* out,
                   void* partial, int32_t* finished, void* stream);
 

@@ -244,7 +244,7 @@ void prefill_attention(const at::Tensor& q, const at::Tensor& keys, const at::Te
 void decode_sample(const at::Tensor& logits_TV, const at::Tensor& params, const at::Tensor& out,
                    const at::Tensor& finished) {
   const int64_t rows = logits_TV.size(0);
-  const at::Tensor partial = at::empty({64 * rows * kernels::kSampleParts}, params.options());
+  const at::Tensor partial = at::empty({kernels::decode_sample_partial_bytes(rows)}, params.options());
   check(library().sample(logits_TV.data_ptr(), rows, logits_TV.size(1),
                          reinterpret_cast<const kernels::SampleRow*>(params.data_ptr()),
                          reinterpret_cast<kernels::SampledRow*>(out.data_ptr()), partial.data_ptr(),

@@ -2,7 +2,6 @@
 // know.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <map>
@@ -12,6 +11,7 @@
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/base/timeline.h"
+#include "tests/unit/temporary_folder.h"
 
 namespace parvl {
 namespace {
@@ -20,13 +20,7 @@ using testing::HasSubstr;
 
 class TimelineTest : public testing::Test {
  protected:
-  TimelineTest() {
-    std::string name = (std::filesystem::temp_directory_path() / "parvl_timeline_XXXXXX").string();
-    folder_ = ::mkdtemp(name.data());
-  }
-  ~TimelineTest() override { std::filesystem::remove_all(folder_); }
-
-  std::string path(const std::string& name = "t.json") const { return folder_ + "/" + name; }
+  std::string path(const std::string& name = "t.json") const { return folder_.path() + "/" + name; }
   // The events of a file, which must be whole JSON, without those that name rows.
   static std::vector<Json> events(const std::string& path) {
     const auto json = read_json_file(path);
@@ -39,7 +33,7 @@ class TimelineTest : public testing::Test {
   }
 
   ManualClock clock_{5'000'000'000};
-  std::string folder_;
+  TemporaryFolder folder_;
 };
 
 TEST_F(TimelineTest, TheFileIsWholeAfterEveryCall) {

@@ -1,14 +1,12 @@
 // What an engine writes down beside its answers: the file of `--record`, and counts in a trace.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
-
-#include <filesystem>
 
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/exec/engine_trace.h"
 #include "parvl/exec/record_file.h"
+#include "tests/unit/temporary_folder.h"
 
 namespace parvl {
 namespace {
@@ -17,12 +15,6 @@ using testing::HasSubstr;
 
 class RecordTest : public testing::Test {
  protected:
-  RecordTest() {
-    std::string name = (std::filesystem::temp_directory_path() / "parvl_record_XXXXXX").string();
-    folder_ = ::mkdtemp(name.data());
-  }
-  ~RecordTest() override { std::filesystem::remove_all(folder_); }
-
   // What is told on standard error while `steps` steps are recorded.
   static std::string told_by(const std::string& path, int64_t max_bytes, int steps) {
     testing::internal::CaptureStderr();
@@ -38,11 +30,11 @@ class RecordTest : public testing::Test {
     return found;
   }
 
-  std::string folder_;
+  TemporaryFolder folder_;
 };
 
 TEST_F(RecordTest, HoldsEveryEventUpToItsLimit) {
-  const std::string path = folder_ + "/record";
+  const std::string path = folder_.path() + "/record";
   EXPECT_EQ(told_by(path, 1 << 20, 100), "");
   EXPECT_EQ(replay(*read_file(path))->events, 100);
   const std::string told = told_by(path, 4096, 100);
@@ -66,7 +58,7 @@ TEST_F(RecordTest, AFullDiskIsToldOnce) {
 
 TEST_F(RecordTest, ANewTraceBeginsWithTheCounts) {
   ManualClock clock;
-  const auto timeline = std::make_shared<Timeline>(Timeline::Options{folder_ + "/t.json"}, clock);
+  const auto timeline = std::make_shared<Timeline>(Timeline::Options{folder_.path() + "/t.json"}, clock);
   EngineTrace trace(timeline);
   for (int i = 0; i < 2; ++i) {
     const auto path = timeline->start();

@@ -119,7 +119,7 @@ TEST(DecodeSample, GivesTheTokensAndLogprobsOfTheSampler) {
     }
     Array<SampleRow> params(how);
     Array<SampledRow> out(static_cast<size_t>(kRows));
-    Array<uint8_t> partial(static_cast<size_t>(64 * kRows * kSampleParts));
+    Array<uint8_t> partial(static_cast<size_t>(decode_sample_partial_bytes(kRows)));
     Array<int32_t> finished(std::vector<int32_t>(kRows, 0));
     for (int i = 0; i < 2; ++i) {
       CUDA_OK(
@@ -156,7 +156,7 @@ TEST(DecodeSample, SaysWhichRowsAreBroken) {
   for (const double temperature : {0.0, 1.0}) {
     Array<SampleRow> params(std::vector<SampleRow>(5, SampleRow{temperature, 1, 1, 1}));
     Array<SampledRow> out(static_cast<size_t>(5));
-    Array<uint8_t> partial(static_cast<size_t>(64 * 5 * kSampleParts));
+    Array<uint8_t> partial(static_cast<size_t>(decode_sample_partial_bytes(5)));
     Array<int32_t> finished(std::vector<int32_t>(5, 0));
     CUDA_OK(decode_sample(logits.get(), 5, vocab, params.get(), out.get(), partial.get(), finished.get(), nullptr));
     CUDA_OK(cudaDeviceSynchronize());

@@ -8,6 +8,7 @@
 
 #include "parvl/base/memory.h"
 #include "parvl/media/grammar_limits.h"
+#include "tests/unit/byte_level_tokenizer.h"
 #include "tests/unit/media_grammar_fixture.h"
 
 namespace parvl {
@@ -115,17 +116,7 @@ std::shared_ptr<const Tokenizer> tokenizer_of_pieces() {
       if (length > 1) vocab[piece] = vocab.size();
     }
   }
-  const Json end = {{"id", vocab.size()}, {"content", "<end>"},  {"single_word", false}, {"lstrip", false},
-                    {"rstrip", false},    {"normalized", false}, {"special", true}};
-  const Json byte_level = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
-  return *Tokenizer::from_json({{"version", "1.0"},
-                                {"added_tokens", Json::array({end})},
-                                {"normalizer", nullptr},
-                                {"pre_tokenizer", byte_level},
-                                {"post_processor", nullptr},
-                                {"decoder", byte_level},
-                                {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}}},
-                               "the test's tokenizer");
+  return byte_level_tokenizer(vocab);
 }
 
 // The sequences of a step share its bound: those that are hard to follow fail, the others do not notice.

@@ -113,12 +113,8 @@ TEST_F(ServerTest, LogprobsComeWithEveryToken) {
 
 TEST_F(ServerTest, NothingIsSentBeforeTheFirstToken) {
   start();
-  close_gate();
-  Json body = user_says("hi");
-  body["stream"] = true;
   TestClient client(server_->port());
-  client.send(chat_request(body));
-  ASSERT_TRUE(wait_started(1));
+  ASSERT_NO_FATAL_FAILURE(begin_gated_stream(client));
   {
     std::lock_guard lock(script_->mutex);
     script_->fail_after = 1;  // the first token, then a failure

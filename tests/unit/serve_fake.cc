@@ -1,7 +1,5 @@
 #include "tests/unit/serve_fake.h"
 
-#include <stdlib.h>
-
 #include <chrono>
 #include <filesystem>
 
@@ -80,17 +78,6 @@ void write_json(const std::string& path, const Json& json) {
 }
 
 }  // namespace
-
-TemporaryFolder::TemporaryFolder() {
-  std::string name = (std::filesystem::temp_directory_path() / "parvl_test_XXXXXX").string();
-  PARVL_CHECK(::mkdtemp(name.data()) != nullptr, "cannot make a temporary folder");
-  path_ = std::filesystem::canonical(name).string();
-}
-
-TemporaryFolder::~TemporaryFolder() {
-  std::error_code ignored;
-  std::filesystem::remove_all(path_, ignored);
-}
 
 void write_model_folder(const std::string& path, bool images) {
   std::filesystem::create_directories(path);

@@ -13,19 +13,9 @@
 #include <vector>
 
 #include "parvl/exec/engine.h"
+#include "tests/unit/temporary_folder.h"
 
 namespace parvl {
-
-// A folder that is removed with the object.
-class TemporaryFolder {
- public:
-  TemporaryFolder();
-  ~TemporaryFolder();
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // Writes tokenizer, template, preprocessor and config of a model whose tokens are the 256 bytes (ids 0..255) and the
 // specials <|im_start|> 256, <|im_end|> 257, <|vision_start|> 258, <|vision_end|> 259, <|image_pad|> 260; patches of 4

@@ -74,6 +74,14 @@ class ServerTest : public testing::Test {
     while (server_->admitted() != count && clock_.now_ns() < end) std::this_thread::yield();
     return server_->admitted() == count;
   }
+  // A generation that has begun and says nothing yet: asks for a stream with the gate closed.
+  void begin_gated_stream(TestClient& client) {
+    close_gate();
+    Json body = user_says("hi");
+    body["stream"] = true;
+    client.send(chat_request(body));
+    ASSERT_TRUE(wait_started(1));
+  }
   bool wait_started(int64_t count) {
     return script_->wait_for([&] { return script_->started >= count; });
   }

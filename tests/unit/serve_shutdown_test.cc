@@ -31,12 +31,8 @@ TEST_F(ServerTest, ShutdownWhileLoadingDoesNotWaitForTheLoader) {
 
 TEST_F(ServerTest, ShutdownLetsTheRunningRequestFinish) {
   start();
-  close_gate();
-  Json body = user_says("hi");
-  body["stream"] = true;
   TestClient client(server_->port());
-  client.send(chat_request(body));
-  ASSERT_TRUE(wait_started(1));
+  ASSERT_NO_FATAL_FAILURE(begin_gated_stream(client));
   script_->allow(1);
   EXPECT_THAT(client.read_until("Hel"), HasSubstr("200 OK"));
   server_->shutdown();
@@ -76,12 +72,8 @@ TEST_F(ServerTest, ShutdownTimeoutCutsWithAnError) {
 TEST_F(ServerTest, CuttingAndItsLastWordsFitTheTimeout) {
   options_.shutdown_timeout = milliseconds(1500);
   start();
-  close_gate();
-  Json body = user_says("hi");
-  body["stream"] = true;
   TestClient client(server_->port());
-  client.send(chat_request(body));
-  ASSERT_TRUE(wait_started(1));
+  ASSERT_NO_FATAL_FAILURE(begin_gated_stream(client));
   const double begin_s = clock_.now_seconds();
   server_->shutdown();
   EXPECT_EQ(client.read_reply().status, 503);
@@ -95,12 +87,8 @@ TEST_F(ServerTest, CuttingAndItsLastWordsFitTheTimeout) {
 TEST_F(ServerTest, ShutdownTimeoutEndsABegunStreamWithAnErrorEvent) {
   options_.shutdown_timeout = milliseconds(400);
   start();
-  close_gate();
-  Json body = user_says("hi");
-  body["stream"] = true;
   TestClient client(server_->port());
-  client.send(chat_request(body));
-  ASSERT_TRUE(wait_started(1));
+  ASSERT_NO_FATAL_FAILURE(begin_gated_stream(client));
   script_->allow(1);
   EXPECT_THAT(client.read_until("Hel"), HasSubstr("200 OK"));
   server_->shutdown();

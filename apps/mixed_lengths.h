@@ -1,4 +1,5 @@
-// The mixed load that engine_bench.cc and peer_batch.py both make: the same lengths and the same tokens, by formula.
+// The mixed load that `parvl-engine bench` and bench/serve/peer_batch.py both make: the same lengths and the same
+// tokens, by formula.
 #pragma once
 
 #include <cstdint>
