@@ -35,6 +35,34 @@ Json quantiles(std::vector<double> ms) {
   return {{"p50", at(0.5)}, {"p90", at(0.9)}, {"p99", at(0.99)}, {"max", ms.back()}};
 }
 
+// What the engine's thread says of each step: how long those took in which every sequence had one token, and those that
+// (also) held a part of a prompt.
+class StepTimes {
+ public:
+  // The engine must end before this.
+  std::function<void(const EngineStep&)> listener() {
+    return [this](const EngineStep& step) {
+      std::lock_guard lock(mutex_);
+      (step.is_decode() ? decode_ms_ : prefill_ms_).push_back(step.seconds * 1e3);
+    };
+  }
+  void forget() {
+    std::lock_guard lock(mutex_);
+    decode_ms_.clear();
+    prefill_ms_.clear();
+  }
+  void add_to(Json& report) const {
+    std::lock_guard lock(mutex_);
+    report["steps"] = decode_ms_.size() + prefill_ms_.size();
+    report["decode_step_ms"] = quantiles(decode_ms_);
+    report["prefill_step_ms"] = quantiles(prefill_ms_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<double> decode_ms_, prefill_ms_;
+};
+
 // Each client sends its next request when its last one has ended.
 class ClosedLoop {
  public:
@@ -145,15 +173,19 @@ absl::Status run_bench(const BenchFlags& flags, const Context& context) {
     return invalid("--image takes two numbers: patches across, down");
   EngineOptions options = flags.engine;
   options.max_seqs = std::max(options.max_seqs, flags.clients);
+  StepTimes steps;
+  options.on_step = steps.listener();
   PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.model, options, context.clock));
   if (!flags.image.empty() && !engine->prompts().has_images()) return invalid(flags.model, " takes no images");
   BenchFlags warm = flags;
   warm.long_prompt = 0;
   ClosedLoop(*engine, context.clock, warm, std::min<int64_t>(2, flags.requests)).run();
+  steps.forget();
   ClosedLoop loop(*engine, context.clock, flags, flags.requests);
   const double start = context.clock.now_seconds();
   loop.run();
   Json out = loop.report(context.clock.now_seconds() - start);
+  steps.add_to(out);
   out["preemptions"] = engine->stats().preemptions;
   out["peak_bytes"] = peak_resident_bytes();
   std::printf("%s\n", out.dump().c_str());

@@ -233,7 +233,9 @@ void EngineLoop::commit_step(const Completion& completion) {
 void EngineLoop::account(const Completion& completion) {
   backbone_busy_s_ += completion.end_s - completion.start_s;
   trace_.step(completion, parts_);
+  EngineStep report = {static_cast<int64_t>(parts_.size()), 0, completion.end_s - completion.start_s};
   for (const StepPart& part : parts_) {
+    report.tokens += part.count;
     const auto found = live_.find(part.id);
     if (found == live_.end()) continue;  // cancelled while its step ran
     Live& live = *found->second;
@@ -245,6 +247,7 @@ void EngineLoop::account(const Completion& completion) {
     }
     trace_.part(live.request.track, completion, part);
   }
+  if (config_.on_step) config_.on_step(report);
 }
 
 // An encoding or step for it has started at `at`: it waits no longer.

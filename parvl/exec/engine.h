@@ -64,8 +64,7 @@ class Engine {
   // Defaults of generation_config.json over OpenAI's; the caller overwrites what the request names.
   virtual SamplingParams default_sampling() const = 0;
   virtual std::string device_name() const = 0;
-  // Of the model's tokenizer. Any thread.
-  virtual GrammarCompiler& grammars() = 0;
+  virtual GrammarCompiler& grammars() = 0;  // of the model's tokenizer; any thread
 
   // Any thread. What can never run ends with InvalidArgument.
   virtual RequestId submit(EngineRequest request) = 0;
@@ -81,9 +80,10 @@ struct EngineConfig {
   SamplingParams default_sampling;
   std::vector<TokenId> end_tokens;
   std::string device_name;
-  int64_t encoder_bytes_a_token = 0;   // of a media token's encoder output
-  RecordedScheduler::Write record;     // null: nothing is recorded
-  std::shared_ptr<Timeline> timeline;  // null: there is none
+  int64_t encoder_bytes_a_token = 0;               // of a media token's encoder output
+  RecordedScheduler::Write record;                 // null: nothing is recorded
+  std::shared_ptr<Timeline> timeline;              // null: there is none
+  std::function<void(const EngineStep&)> on_step;  // null: nobody asks. On the engine's thread; must not block
 };
 
 // The engine itself: one thread that schedules, hands steps to the executor and gives out what comes back.

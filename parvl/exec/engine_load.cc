@@ -90,6 +90,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     config.prompts = files.prompts;
     config.default_sampling = files.sampling;
     config.timeline = options.timeline;
+    config.on_step = options.on_step;
     config.end_tokens = files.end_tokens;
     config.device_name = device_text(files.device);
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * dtype_bytes(files.dtype);

@@ -1,6 +1,7 @@
 // A model directory → an engine on this process's device. Torch-free.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -17,10 +18,11 @@ struct EngineOptions {
   int64_t kv_cache_bytes = 0;       // 0: a quarter of what is left, at most 8 GiB; all that is left of a GPU's
   int64_t encoder_cache_bytes = 0;  // 0: an eighth of what is left, at most 1 GiB
   bool prefix_caching = true;
-  bool enforce_eager = false;                   // on a GPU: no recorded decode steps
-  std::string record_path;                      // "": nothing is recorded; else what `parvl replay` reads
-  int64_t record_max_bytes = int64_t{1} << 30;  // where a record ends
-  std::shared_ptr<Timeline> timeline;           // null: there is none
+  bool enforce_eager = false;                      // on a GPU: no recorded decode steps
+  std::string record_path;                         // "": nothing is recorded; else what `parvl replay` reads
+  int64_t record_max_bytes = int64_t{1} << 30;     // where a record ends
+  std::shared_ptr<Timeline> timeline;              // null: there is none
+  std::function<void(const EngineStep&)> on_step;  // as EngineConfig::on_step
 };
 
 // Errors as read_files; InvalidArgument too for limits that make no sense together, and, before any weight is read, for

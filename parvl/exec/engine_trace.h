@@ -18,6 +18,13 @@ struct StepPart {
   bool prefill = false;  // it has given no token yet
 };
 
+// A step that the executor has computed.
+struct EngineStep {
+  int64_t sequences = 0, tokens = 0;
+  double seconds = 0;
+  bool is_decode() const { return tokens == sequences; }  // one token each
+};
+
 // Where a request is, as far as its spans are open.
 enum class Phase { kQueue, kBeforePrefill, kPrefill, kDecode };
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <deque>
+#include <future>
 #include <set>
 #include <thread>
 
@@ -12,6 +13,8 @@
 
 namespace parvl {
 namespace {
+
+constexpr double kStepSeconds = 1e-3;
 
 // Answers on its own thread: random bytes as tokens, now and then a failure.
 class PretendingExecutor : public ModelExecutor {
@@ -72,7 +75,8 @@ class PretendingExecutor : public ModelExecutor {
   Completion step(const SchedulerOutput& job) {
     Completion done;
     done.step = job.step;
-    done.start_s = done.end_s = clock_.now_seconds();
+    done.start_s = clock_.now_seconds();
+    done.end_s = done.start_s + kStepSeconds;
     if (fails()) {
       done.status = failed("the step pretends to fail");
       return done;
@@ -112,8 +116,10 @@ class EngineLoopTest : public testing::Test {
  protected:
   EngineLoopTest() { write_model_folder(folder_.path()); }
 
-  std::unique_ptr<EngineLoop> make(uint64_t seed, int64_t failures_in_1000) {
+  std::unique_ptr<EngineLoop> make(uint64_t seed, int64_t failures_in_1000,
+                                   std::function<void(const EngineStep&)> on_step = nullptr) {
     EngineConfig config;
+    config.on_step = std::move(on_step);
     config.scheduler.max_model_len = 64;
     config.scheduler.num_blocks = 20;
     config.scheduler.block_size = 4;
@@ -220,6 +226,35 @@ TEST_F(EngineLoopTest, StoppingInTheMiddleEndsEveryRequestOnce) {
     engine.reset();
     for (const int count : ends.count) EXPECT_EQ(count, 1);
   }
+}
+
+TEST_F(EngineLoopTest, TellsOfEachStepWhatItHeldAndHowLongItTook) {
+  std::vector<EngineStep> steps;
+  auto engine = make(1, 0, [&](const EngineStep& step) { steps.push_back(step); });
+  EngineRequest request;
+  auto prompt = std::make_shared<Prompt>();
+  prompt->ids.assign(40, 'a');  // a step takes 32
+  request.prompt = prompt;
+  request.sampling.max_tokens = 3;
+  request.on_token = [](const TokenEvent&) {};
+  std::promise<void> ended;
+  request.on_end = [&](const auto& result) {
+    EXPECT_TRUE(result.ok());
+    ended.set_value();
+  };
+  engine->submit(std::move(request));
+  ended.get_future().wait();
+  engine.reset();
+  std::vector<int64_t> tokens;
+  std::vector<bool> decodes;
+  for (const EngineStep& step : steps) {
+    EXPECT_EQ(step.sequences, 1);
+    EXPECT_NEAR(step.seconds, kStepSeconds, 1e-6);
+    tokens.push_back(step.tokens);
+    decodes.push_back(step.is_decode());
+  }
+  EXPECT_EQ(tokens, (std::vector<int64_t>{32, 8, 1, 1}));
+  EXPECT_EQ(decodes, (std::vector<bool>{false, false, true, true}));
 }
 
 }  // namespace
