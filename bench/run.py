@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 """ParVL against transformers on this machine: one table, ratios first. Each pair of runs alternates, medians are compared.
 
-usage: run.py --build BUILD [--threads N] [--rounds N] [--only SUBSTRING] [--keep FOLDER]
+Where a GPU is, rows of Qwen2-VL-2B and -7B shapes on it too (one run each, of medians) and the table of the kernels alone; --gpu-python
+names the Python whose torch has CUDA and that has transformers.
+
+usage: run.py --build BUILD [--threads N] [--rounds N] [--only SUBSTRING] [--keep FOLDER] [--gpu-python PYTHON]
 """
 import argparse
 import json
 import os
 import pathlib
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,14 +31,14 @@ class Bench:
         self.peer_env = dict(self.env, LD_LIBRARY_PATH=str(ROOT / ".deps" / "cuda-stubs"))
         self.rows, self.notes = [], []
 
-    def run(self, command, peer=False):
-        done = subprocess.run([str(c) for c in command], env=self.peer_env if peer else self.env, capture_output=True, text=True)
+    def run(self, command, env=None):
+        done = subprocess.run([str(c) for c in command], env=env or self.env, capture_output=True, text=True)
         if done.returncode != 0:
             sys.exit(f"bench: {' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
         return done.stdout
 
     def python(self, script, *args):
-        return self.run([sys.executable, ROOT / "bench" / script, *args], peer=True)
+        return self.run([sys.executable, ROOT / "bench" / script, *args], self.peer_env)
 
     def row(self, name, mine, peer, unit, higher_is_better=False):
         ratio = mine / peer if higher_is_better else peer / mine
@@ -100,13 +104,85 @@ class Bench:
         self.row(f"{name}: memory", statistics.median(mine_memory), statistics.median(peer_memory), "MiB")
 
 
+class GpuBench:
+    """The rows of a GPU, for a Bench's table."""
+
+    CONTEXT = 400  # tokens, as peer_gpu.py's
+
+    def __init__(self, bench, python):
+        self.bench, self.interpreter = bench, python
+        self.env = dict(os.environ, HF_HUB_OFFLINE="1")
+
+    def missing(self):
+        """Why there are no such rows; "" when there are."""
+        if shutil.which("nvidia-smi") is None:
+            return "no GPU on this machine"
+        for program in ("gpu_bench", "cuda_bench"):
+            if not (self.bench.build / "bench" / program).exists():
+                return f"{program} was not built (no nvcc)"
+        check = "import torch, transformers; assert torch.cuda.is_available()"
+        if subprocess.run([self.interpreter, "-c", check], env=self.env, capture_output=True).returncode != 0:
+            return f"{self.interpreter} has no transformers or no torch with CUDA (--gpu-python names another)"
+        return ""
+
+    def python(self, script, *args):
+        return self.bench.run([self.interpreter, ROOT / script, *args], self.env)
+
+    def engine(self, model, *args):
+        return json.loads(self.bench.run([self.bench.build / "parvl-engine", "bench", "--model", model, "--device", "cuda", "--dtype", "bfloat16",
+                                          *args]).splitlines()[-1])
+
+    def shape(self, shape):
+        name, model = f"{shape.upper()} bf16 GPU", self.bench.folder / f"shape-{shape}"
+        if not model.exists():
+            print(f"making a random model of the {shape.upper()} shape ...", flush=True)
+            self.python("examples/shapes/make.py", model, shape, "--device", "cuda")
+        print(f"{name} ...", flush=True)
+        text = self.bench.run([self.bench.build / "bench" / "gpu_bench", model, self.CONTEXT, 1, 32])
+        decode = {int(n): float(ms) for n, ms in re.findall(r"(\d+) sequences of \d+ tokens: ([\d.]+) ms a step", text)}
+        vision = {int(n): float(ms) for n, ms in re.findall(r"vision encoder: +(\d+) images of \d+ patches: ([\d.]+) ms an image", text)}
+        # 64 text tokens in the middle: prompts have 8 to 120 beside the image.
+        ttft = self.engine(model, "--requests", 24, "--image", 32, 32, "--max-prompt", 120, "--max-new", 4)["ttft_ms"]["p50"]
+        peer = json.loads(self.python("bench/serve/peer_gpu.py", model).splitlines()[-1])
+        self.row(f"{name}: decode step, 1 sequence", decode[1], peer, "decode_1")
+        self.row(f"{name}: decode, 32 sequences", decode[32], peer, "decode_32", tokens=32)
+        self.row(f"{name}: first token with an image", ttft, peer, "ttft")
+        for images in (1, 16):
+            self.row(f"{name}: vision encoder, an image of {images}", vision[images], peer, f"vision_{images}")
+        self.bench.notes += [f"{name}, transformers: {problem}" for problem in peer["problems"]]
+        self.long_prompt(name, model)
+
+    def row(self, name, mine_ms, peer, key, tokens=0):
+        if key not in peer:
+            self.bench.notes.append(f"{name}: {mine_ms:.2f} ms; no figure of transformers")
+            return
+        peer_ms = peer[key]["ms"]
+        self.bench.notes.append(f"{name}: transformers' fastest way was {peer[key]['how']}")
+        if tokens:
+            self.bench.row(name, tokens / mine_ms * 1e3, tokens / peer_ms * 1e3, "tokens/s", higher_is_better=True)
+        else:
+            self.bench.row(name, mine_ms, peer_ms, "ms")
+
+    def long_prompt(self, name, model):
+        """What a prompt of 4,000 tokens costs eight streams that run."""
+        done = self.engine(model, "--clients", 8, "--requests", 24, "--max-prompt", 64, "--max-new", 200, "--long-prompt", 4000)
+        itl, chunk = done["itl_ms"], done["prefill_step_ms"]["max"]
+        self.bench.notes.append(f"{name}: 8 streams while a prompt of 4,000 tokens comes: between tokens p50 {itl['p50']:.2f} ms, worst "
+                                f"{itl['max']:.2f} ms; the longest step with a part of a prompt {chunk:.2f} ms")
+
+    def kernels(self):
+        print("GPU kernels ...", flush=True)
+        self.bench.notes.append(self.bench.run([self.bench.build / "bench" / "cuda_bench"]).rstrip())
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", type=pathlib.Path, required=True)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
-    parser.add_argument("--keep", type=pathlib.Path, help="folder for the random model, kept for the next run")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for the random models, kept for the next run")
+    parser.add_argument("--gpu-python", default=sys.executable)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(args.build.resolve(), args.threads, args.rounds, args.keep or pathlib.Path(temporary))
@@ -122,6 +198,11 @@ def main():
             "0.5b train": lambda: bench.training("0.5B bf16 training step", half, 2, 4),
             "easy-vqa": lambda: bench.generation("easy-VQA bf16, image", EXAMPLE, "bfloat16", 0, 32, IMAGE),
         }
+        gpu = GpuBench(bench, args.gpu_python)
+        if missing := gpu.missing():
+            bench.notes.append(f"The GPU's rows are left out: {missing}.")
+        else:
+            jobs |= {"gpu 2b": lambda: gpu.shape("2b"), "gpu 7b": lambda: gpu.shape("7b"), "gpu kernels": gpu.kernels}
         for name, job in jobs.items():
             if args.only in name:
                 job()
