@@ -2,10 +2,13 @@
 
 #include <unistd.h>
 
+#include <optional>
 #include <set>
 
 #include "parvl/base/file.h"
 #include "parvl/base/text.h"
+#include "parvl/nn/device.h"
+#include "parvl/nn/pinned_ring.h"
 
 namespace parvl {
 namespace {
@@ -34,13 +37,17 @@ absl::Status check_fits(const Param& param, const TensorEntry& entry) {
                  ", the configuration says ", shape_text(shape));
 }
 
-void fill(Param& param, const StoredTensor& stored) {
+void fill(Param& param, const StoredTensor& stored, std::optional<PinnedRing>& ring) {
   const at::ScalarType type = to_scalar_type(*parse_safetensors_dtype(stored.entry.dtype));
   const at::Tensor mapped = map_tensor(stored.file, stored.entry, type).view(param.shape);
   at::NoGradGuard no_grad;
-  param.master.copy_(mapped);
+  if (ring.has_value()) {
+    ring->copy(mapped, param.master);
+  } else {
+    param.master.copy_(mapped);
+  }
   if (!param.master.is_same(param.value)) param.value.copy_(param.master);
-  stored.file->drop(stored.entry.offset, stored.entry.bytes);  // it is copied, so it need not stay in memory twice
+  stored.file->drop(stored.entry.offset, stored.entry.bytes);  // it is read, so it need not stay in memory twice
 }
 
 // Tensors that checkpoints of these families may hold beside the parameters: buffers that are computed.
@@ -108,14 +115,18 @@ absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, cons
 absl::Status load_weights(Model& model, const std::string& dir, const std::function<void(int64_t, int64_t)>& progress) {
   PARVL_ASSIGN_OR_RETURN(const std::vector<StoredTensor> stored, match_weights(model, dir));
   const auto& params = model.params().all();
+  const at::Device device = model.params().owned().front()->master.device();
+  std::optional<PinnedRing> ring;
+  if (device.is_cuda()) ring.emplace(device);
   uint64_t total = 0, done = 0;
   for (const StoredTensor& tensor : stored) total += tensor.entry.bytes;
   for (size_t i = 0; i < params.size(); ++i) {
     if (params[i]->tied_to != nullptr) continue;
-    fill(*params[i], stored[i]);
+    fill(*params[i], stored[i], ring);
     done += stored[i].entry.bytes;
     if (progress) progress(static_cast<int64_t>(done), static_cast<int64_t>(total));
   }
+  synchronize(device);
   model.params().link_tied();
   return absl::OkStatus();
 }

@@ -101,6 +101,33 @@ class GpuEngineTest : public ModelDirTest {
   }
 };
 
+// Tensors of more than one of the buffers that they go through, and of less.
+TEST_F(GpuEngineTest, LoadsTheBitsThatTheCpuLoads) {
+  const std::string dir = make_folder("wide");
+  Json config = tiny_config("qwen2_vl");
+  config.update({{"vocab_size", 300'000}, {"tie_word_embeddings", true}});  // 38 MB in float32
+  const auto written = write_tiny_model(dir, config);
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+    for (const bool masters : {false, true}) {
+      SCOPED_TRACE(testing::Message() << type << (masters ? " and masters" : ""));
+      const auto on_cpu = make_model(config, type), on_gpu = Model::create(*parse_model_spec(config, "config"));
+      on_gpu->params().allocate(type, select_device("cuda").value());
+      for (const Model* model : {on_cpu.get(), on_gpu.get()}) {
+        for (Param* param : model->params().owned()) {
+          if (masters) param->master = at::empty(param->shape, param->value.options().dtype(at::kFloat));
+        }
+      }
+      ASSERT_TRUE(parvl::load_weights(*on_cpu, dir).ok());
+      ASSERT_TRUE(parvl::load_weights(*on_gpu, dir).ok());
+      for (const Param* want : on_cpu->params().owned()) {
+        const Param* got = on_gpu->params().find(want->name);
+        EXPECT_TRUE(at::equal(got->value.cpu(), want->value)) << want->name;
+        EXPECT_TRUE(at::equal(got->master.cpu(), want->master)) << want->name;
+      }
+    }
+  }
+}
+
 class GpuEngineShapeTest : public GpuEngineTest,
                            public testing::WithParamInterface<std::tuple<const char*, int64_t, int64_t>> {};
 
