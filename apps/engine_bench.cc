@@ -11,6 +11,7 @@
 #include "apps/commands.h"
 #include "apps/mixed_lengths.h"
 #include "parvl/base/json.h"
+#include "parvl/base/log.h"
 #include "parvl/base/memory.h"
 #include "parvl/base/rng.h"
 #include "parvl/exec/engine_load.h"
@@ -175,12 +176,16 @@ absl::Status run_bench(const BenchFlags& flags, const Context& context) {
   options.max_seqs = std::max(options.max_seqs, flags.clients);
   StepTimes steps;
   options.on_step = steps.listener();
+  const auto startup = std::make_shared<Startup>(context.clock, [](const std::string& line) { log_info(line); });
+  options.load.startup = startup;
   PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.model, options, context.clock));
   if (!flags.image.empty() && !engine->prompts().has_images()) return invalid(flags.model, " takes no images");
+  startup->begin("warm-up");
   BenchFlags warm = flags;
   warm.long_prompt = 0;
   ClosedLoop(*engine, context.clock, warm, std::min<int64_t>(2, flags.requests)).run();
   steps.forget();
+  startup->finish();
   ClosedLoop loop(*engine, context.clock, flags, flags.requests);
   const double start = context.clock.now_seconds();
   loop.run();

@@ -4,13 +4,18 @@
 
 #include <chrono>
 #include <cmath>
+#include <utility>
 
 namespace parvl {
 namespace {
 
 std::string seconds_text(double seconds) { return absl::StrCat(std::round(seconds * 10) / 10, " s"); }
 
+std::string gigabytes_text(double bytes) { return absl::StrCat(std::round(bytes / 1e7) / 100, " GB"); }
+
 std::string mebibytes_text(int64_t bytes) { return absl::StrCat((bytes + (1 << 19)) >> 20); }
+
+constexpr double kRated = 0.1;  // seconds; of a shorter phase a rate says nothing
 
 }  // namespace
 
@@ -20,8 +25,8 @@ Startup::Startup(const Clock& clock, Tell tell)
 void Startup::begin(const std::string& phase) {
   std::lock_guard lock(mutex_);
   const double now = clock_.now_seconds();
-  if (!phases_.empty()) phases_.back().second = now - phase_start_;
-  phases_.emplace_back(phase, 0);
+  end_phase(now);
+  phases_.push_back({phase});
   phase_start_ = now;
   done_ = total_ = 0;
 }
@@ -42,7 +47,7 @@ void Startup::tell_if_silent() {
   const double now = clock_.now_seconds();
   if (finished_ || phases_.empty() || now - last_told_ < kSilence) return;
   last_told_ = now;
-  std::string line = absl::StrCat("starting: ", phases_.back().first);
+  std::string line = absl::StrCat("starting: ", phases_.back().name);
   if (total_ > 0) {
     absl::StrAppend(&line, " ", mebibytes_text(done_), " of ", mebibytes_text(total_), " MiB (", 100 * done_ / total_,
                     " %)");
@@ -50,15 +55,25 @@ void Startup::tell_if_silent() {
   tell_(absl::StrCat(line, ", ", seconds_text(now - start_)));
 }
 
+void Startup::end_phase(double now) {
+  if (phases_.empty()) return;
+  phases_.back().seconds = now - phase_start_;
+  phases_.back().bytes = done_;
+}
+
 void Startup::finish() {
   std::lock_guard lock(mutex_);
   if (finished_) return;
   finished_ = true;
   const double now = clock_.now_seconds();
-  if (!phases_.empty()) phases_.back().second = now - phase_start_;
+  end_phase(now);
   std::string line = absl::StrCat("ready after ", seconds_text(now - start_));
   for (size_t i = 0; i < phases_.size(); ++i) {
-    absl::StrAppend(&line, i == 0 ? ": " : ", ", phases_[i].first, " ", seconds_text(phases_[i].second));
+    const Phase& phase = phases_[i];
+    absl::StrAppend(&line, i == 0 ? ": " : ", ", phase.name, " ", seconds_text(phase.seconds));
+    if (phase.bytes > 0 && phase.seconds >= kRated) {
+      absl::StrAppend(&line, " at ", gigabytes_text(static_cast<double>(phase.bytes) / phase.seconds), "/s");
+    }
   }
   tell_(line);
 }

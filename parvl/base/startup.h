@@ -8,7 +8,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "parvl/base/clock.h"
@@ -30,16 +29,23 @@ class Startup {
   void progress(int64_t done_bytes, int64_t total_bytes);
   // To be called about once a second: the same.
   void beat();
-  // The last phase ends. "ready after 3.4 s: files 0.1 s, weights 2.9 s, ...".
+  // The last phase ends. "ready after 3.4 s: files 0.1 s, weights 2.9 s at 5.3 GB/s, ...".
   void finish();
 
  private:
-  void tell_if_silent();  // with the mutex
+  struct Phase {
+    std::string name;
+    double seconds = 0;
+    int64_t bytes = 0;
+  };
+  // With the mutex.
+  void tell_if_silent();
+  void end_phase(double now);
 
   const Clock& clock_;
   const Tell tell_;
   std::mutex mutex_;
-  std::vector<std::pair<std::string, double>> phases_;  // name, seconds; the last one runs
+  std::vector<Phase> phases_;  // the last one runs
   double start_, phase_start_, last_told_;
   int64_t done_ = 0, total_ = 0;
   bool finished_ = false;

@@ -27,12 +27,13 @@ TEST(Startup, TellsPhasesWithTheirTimes) {
   told.pass(0.25);
   told.startup.begin("weights");
   told.pass(2);
+  told.startup.progress(10'500'000'000, 10'500'000'000);
   told.startup.begin("KV memory");
   told.startup.finish();
   told.startup.finish();
   told.pass(100);
   told.startup.beat();
-  EXPECT_THAT(told.lines, ElementsAre("ready after 2.3 s: files 0.3 s, weights 2 s, KV memory 0 s"));
+  EXPECT_THAT(told.lines, ElementsAre("ready after 2.3 s: files 0.3 s, weights 2 s at 5.25 GB/s, KV memory 0 s"));
 }
 
 // A big model, whose weights take 100 s: however its tensors come, nobody waits longer than five seconds for a line.
