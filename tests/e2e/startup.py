@@ -126,9 +126,10 @@ class Phases(unittest.TestCase):
     def test_phases_and_the_one_line(self):
         need_model()
         with Server() as server:
-            errors = "".join(server.errors)
-            self.assertRegex(errors, r"ready after [\d.]+ s: files [\d.]+ s, weights [\d.]+ s, KV memory [\d.]+ s, warm-up [\d.]+ s, listening [\d.]+ s")
-            self.assertRegex(errors, r"KV memory: \d+ tokens in \d+ blocks")
+            pass
+        errors = "".join(server.errors)  # whole only now: they are read beside the line that says ready
+        self.assertRegex(errors, r"ready after [\d.]+ s: files [\d.]+ s, weights [\d.]+ s(?: at [\d.]+ GB/s)?, KV memory [\d.]+ s, warm-up [\d.]+ s, listening [\d.]+ s")
+        self.assertRegex(errors, r"KV memory: \d+ tokens in \d+ blocks")
 
     def test_an_answer_that_nobody_reads_is_no_start(self):
         """The first token waits in front of a full pipe, for longer than a start is silent."""
