@@ -36,7 +36,7 @@ constexpr int kAllowed[] = {
 #if defined(SYS_poll)
     SYS_poll,
 #endif
-#if defined(__SANITIZE_ADDRESS__)  // with which UndefinedBehaviorSanitizer finds out whether memory may be read
+#if defined(PARVL_ADDRESS_SANITIZER)  // with which UndefinedBehaviorSanitizer finds out whether memory may be read
     SYS_pipe2,
 #if defined(SYS_pipe)
     SYS_pipe,

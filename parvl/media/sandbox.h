@@ -7,9 +7,18 @@
 
 namespace parvl {
 
+// A build with AddressSanitizer, as GCC and as Clang say it.
+#if defined(__SANITIZE_ADDRESS__)
+#define PARVL_ADDRESS_SANITIZER
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define PARVL_ADDRESS_SANITIZER
+#endif
+#endif
+
 // Whether give_up_rights bounds memory: not in a build with AddressSanitizer, whose own maps take terabytes of address
 // space.
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(PARVL_ADDRESS_SANITIZER)
 inline constexpr bool kSandboxBoundsMemory = false;
 #else
 inline constexpr bool kSandboxBoundsMemory = true;
