@@ -40,6 +40,7 @@ class DecodeGraphs {
   static std::unique_ptr<DecodeGraphs> create(const Model& model, KvPages& pages, const DecodeGraphsOptions& options);
 
   int64_t max_rows() const { return options_.max_rows; }
+  bool recorded() const { return options_.record; }
   // The next token of each row, in order; waits for it. Borrowed until the next run.
   absl::Span<const kernels::SampledRow> run(absl::Span<const DecodeRow> rows);
   // The last run's logits [V] of a row, float32 on the CPU.

@@ -127,8 +127,9 @@ void EngineLoop::step() {
   const SchedulerStats counts = scheduler_.scheduler().stats();
   trace_.counts(clock_.now_seconds(), counts.running, counts.waiting,
                 static_cast<double>(counts.blocks_used) / static_cast<double>(counts.blocks));
+  static_cast<SchedulerStats&>(done_) = counts;
   std::lock_guard lock(mutex_);
-  stats_ = {counts, backbone_busy_s_, encoder_busy_s_};
+  stats_ = done_;
 }
 
 void EngineLoop::submit_step() {
@@ -197,7 +198,8 @@ void EngineLoop::commit(const Completion& completion) {
 }
 
 void EngineLoop::commit_encode(const Completion& completion) {
-  encoder_busy_s_ += completion.end_s - completion.start_s;
+  done_.encoder_busy_s += completion.end_s - completion.start_s;
+  count(Work::kEncode, completion);
   const EncodeWork work = encoding_.extract(completion.slot).mapped();
   if (const auto found = live_.find(work.id); found != live_.end()) {
     Live& live = *found->second;
@@ -231,7 +233,9 @@ void EngineLoop::commit_step(const Completion& completion) {
 
 // What the step says of the time that its requests have taken.
 void EngineLoop::account(const Completion& completion) {
-  backbone_busy_s_ += completion.end_s - completion.start_s;
+  done_.backbone_busy_s += completion.end_s - completion.start_s;
+  const bool prefills = std::any_of(parts_.begin(), parts_.end(), [](const StepPart& part) { return part.prefill; });
+  count(prefills ? Work::kPrefill : Work::kDecode, completion);
   trace_.step(completion, parts_);
   EngineStep report = {static_cast<int64_t>(parts_.size()), 0, completion.end_s - completion.start_s};
   for (const StepPart& part : parts_) {
@@ -248,6 +252,11 @@ void EngineLoop::account(const Completion& completion) {
     trace_.part(live.request.track, completion, part);
   }
   if (config_.on_step) config_.on_step(report);
+}
+
+void EngineLoop::count(Work work, const Completion& completion) {
+  WorkCount& counts = done_.work[static_cast<size_t>(work)];
+  ++(completion.replayed ? counts.replayed : counts.launched);
 }
 
 // An encoding or step for it has started at `at`: it waits no longer.

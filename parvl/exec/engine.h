@@ -14,6 +14,7 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/base/status.h"
+#include "parvl/exec/engine_stats.h"
 #include "parvl/exec/engine_trace.h"
 #include "parvl/exec/generation.h"
 #include "parvl/media/grammar.h"
@@ -44,11 +45,6 @@ class ModelExecutor : public Executor {
   virtual void end(RequestId id) = 0;
   // Called from any thread whenever poll has something new. Set once, before the first submit.
   virtual void set_notify(std::function<void()> notify) = 0;
-};
-
-// As of the last step; those of Scheduler, and how long each module has computed since the start.
-struct EngineStats : SchedulerStats {
-  double backbone_busy_s = 0, encoder_busy_s = 0;
 };
 
 // A loaded model that answers many requests at once.
@@ -119,6 +115,7 @@ class EngineLoop : public Engine {
   void commit_encode(const Completion& completion);
   void commit_step(const Completion& completion);
   void account(const Completion& completion);
+  void count(Work work, const Completion& completion);
   void begin_work(Live& live, double at);
   void tell_started(Live& live);
   void take_first_token(Live& live, double now);
@@ -136,7 +133,7 @@ class EngineLoop : public Engine {
   absl::flat_hash_map<SlotId, EncodeWork> encoding_;
   std::vector<StepPart> parts_;  // of the step in flight, in its order
   bool in_flight_ = false;
-  double backbone_busy_s_ = 0, encoder_busy_s_ = 0;
+  EngineStats done_;  // the engine thread's copy of stats_
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "parvl/base/log.h"
+#include "parvl/exec/encode_queue.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/load.h"
 #include "parvl/exec/record_file.h"
@@ -33,6 +34,7 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   settings.kv_cache_bytes = options.kv_cache_bytes;
   settings.encoder_cache_bytes = options.encoder_cache_bytes;
   settings.max_patches = largest_image(files);
+  if (files.device.is_cuda() && settings.max_patches > 0) settings.encode_patches = kEncodePatches;
   settings.prefix_caching = options.prefix_caching;
   return plan_serving_memory(files.model->spec(), settings, memory_there(files, options.load));
 }
@@ -96,7 +98,8 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * dtype_bytes(files.dtype);
     log_plan(files, config.scheduler, memory);
     if (options.load.startup != nullptr) options.load.startup->begin("KV memory");
-    auto executor = make_torch_executor(std::move(files), config.scheduler, clock, !options.enforce_eager);
+    auto executor = make_torch_executor(std::move(files), config.scheduler, clock,
+                                        {.graphs = !options.enforce_eager, .startup = options.load.startup});
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();
   }));

@@ -4,6 +4,8 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <future>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -23,12 +25,20 @@ class JobThread {
     arrived_.notify_one();
     thread_.join();
   }
+  // A job that throws must come through `run`.
   void submit(std::function<void()> job) {
     {
       std::lock_guard lock(mutex_);
       jobs_.push_back(std::move(job));
     }
     arrived_.notify_one();
+  }
+
+  // The same; the future hears of the job's end, or of what it threw.
+  std::future<void> run(std::function<void()> job) {
+    auto task = std::make_shared<std::packaged_task<void()>>(std::move(job));
+    submit([task] { (*task)(); });
+    return task->get_future();
   }
 
  private:

@@ -10,6 +10,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/exec/decode_graphs.h"
+#include "parvl/exec/encode_queue.h"
 #include "parvl/exec/job_thread.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/sampler.h"
@@ -48,21 +49,26 @@ struct StepItem {
 
 class TorchExecutor : public ModelExecutor {
  public:
-  TorchExecutor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock, bool graphs)
+  TorchExecutor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock, const ExecutorOptions& options)
       : files_(std::move(files)),
         clock_(clock),
         pages_(model().spec().backbone, model().params().owned().front()->value.scalar_type(), files_.device,
                config.block_size),
-        attention_(std::make_shared<PagedAttention>(pages_)) {
+        attention_(std::make_shared<PagedAttention>(pages_)),
+        encodes_(model(), files_.device, clock, [this](Computed done) { report(std::move(done)); }) {
     pages_.reserve(config.num_blocks);
     if (!files_.device.is_cuda()) return;
-    encoder_.submit([device = files_.device] { use_own_stream(device); });
-    backbone_.submit([this, config, graphs] {
-      use_own_stream(files_.device);
-      const int64_t blocks = (config.max_model_len + config.block_size - 1) / config.block_size;
-      graphs_ =
-          DecodeGraphs::create(model(), pages_, {std::min<int64_t>(config.max_seqs, kMaxGraphRows), blocks, graphs});
-    });
+    if (options.startup != nullptr) options.startup->begin("graphs");
+    // One after the other, since PyTorch's random state takes part in a recording.
+    encodes_.start(options.graphs);
+    backbone_
+        .run([this, config, record = options.graphs] {
+          use_own_stream(files_.device);
+          const int64_t blocks = (config.max_model_len + config.block_size - 1) / config.block_size;
+          graphs_ = DecodeGraphs::create(model(), pages_,
+                                         {std::min<int64_t>(config.max_seqs, kMaxGraphRows), blocks, record});
+        })
+        .get();
   }
 
   void begin(RequestId id, const EngineRequest& request) override {
@@ -83,13 +89,7 @@ class TorchExecutor : public ModelExecutor {
 
   void submit(const SchedulerOutput& output) override {
     for (const SlotId slot : output.evicted) slots_.erase(slot);
-    for (const EncodeWork& work : output.encodes) {
-      {
-        std::lock_guard lock(encodes_mutex_);
-        encodes_.push_back({states_.at(work.id)->prompt, work});
-      }
-      encoder_.submit([this] { encode_waiting(); });
-    }
+    for (const EncodeWork& work : output.encodes) encodes_.submit({states_.at(work.id)->prompt, work});
     if (output.sequences.empty()) return;
     auto items = std::make_shared<std::vector<StepItem>>();
     for (const SequenceWork& work : output.sequences) {
@@ -103,21 +103,16 @@ class TorchExecutor : public ModelExecutor {
   std::optional<Completion> poll() override {
     std::lock_guard lock(mutex_);
     if (done_.empty()) return std::nullopt;
-    Done done = std::move(done_.front());
+    Computed done = std::move(done_.front());
     done_.pop_front();
     if (done.visual.defined()) slots_.emplace(done.completion.slot, std::move(done.visual));
     return std::move(done.completion);
   }
 
  private:
-  struct Done {
-    Completion completion;
-    at::Tensor visual;  // of an encoding
-  };
-
   const Model& model() const { return *files_.model; }
 
-  void report(Done done) {
+  void report(Computed done) {
     {
       std::lock_guard lock(mutex_);
       done_.push_back(std::move(done));
@@ -125,71 +120,15 @@ class TorchExecutor : public ModelExecutor {
     notify_();
   }
 
-  struct Encode {
-    std::shared_ptr<const Prompt> prompt;
-    EncodeWork work;
-    const MediaSpan& span() const { return prompt->media[static_cast<size_t>(work.item)]; }
-    const ProcessedImage& image() const { return *prompt->images[static_cast<size_t>(span().image_index)]; }
-  };
-
-  // On the encoder's thread: those that wait, as many as belong into one batch.
-  void encode_waiting() {
-    std::vector<Encode> batch;
-    {
-      std::lock_guard lock(encodes_mutex_);
-      for (int64_t patches = 0; !encodes_.empty(); encodes_.pop_front()) {
-        patches += encodes_.front().image().num_patches();
-        if (!batch.empty() && (!files_.device.is_cuda() || patches > kEncodePatches)) break;
-        batch.push_back(std::move(encodes_.front()));
-      }
-    }
-    if (!batch.empty()) encode(batch);  // else an earlier turn took this one's
-  }
-
-  void encode(const std::vector<Encode>& batch) {
-    at::NoGradGuard no_grad;
-    std::vector<Done> done(batch.size());
-    const double start = clock_.now_seconds();
-    const absl::Status status = catch_exceptions("encoding an image failed", [&] {
-      std::vector<SequenceInput> inputs(1);
-      for (const Encode& encode : batch) {
-        const ProcessedImage& image = encode.image();
-        inputs[0].images.push_back({0, {image.grid_t, image.grid_h, image.grid_w}});
-        inputs[0].pixels.push_back(image.patches.data());
-      }
-      const at::Tensor visual = encode_images(model(), pack_images(model(), inputs, files_.device), files_.device);
-      int64_t row = 0;
-      for (size_t i = 0; i < batch.size(); ++i) {
-        // Its own memory, so that an image that is evicted gives it back.
-        done[i].visual = batch.size() == 1 ? visual : visual.narrow(0, row, batch[i].span().length).clone();
-        row += batch[i].span().length;
-      }
-      synchronize(files_.device);
-      return absl::OkStatus();
-    });
-    if (!status.ok() && batch.size() > 1) {  // a bad one harms only itself
-      for (const Encode& one : batch) encode(std::vector<Encode>{one});
-      return;
-    }
-    for (size_t i = 0; i < batch.size(); ++i) {
-      Completion& completion = done[i].completion;
-      completion.kind = Completion::Kind::kEncode;
-      completion.slot = batch[i].work.slot;
-      completion.status = status;
-      completion.start_s = start;
-      completion.end_s = clock_.now_seconds();
-      report(std::move(done[i]));
-    }
-  }
-
   // On the backbone's thread.
   void run_step(std::vector<StepItem>& items, StepId step) {
     at::NoGradGuard no_grad;
-    Done done;
+    Computed done;
     done.completion.start_s = clock_.now_seconds();
     done.completion.step = step;
     done.completion.status = catch_exceptions("a generation step failed", [&] {
       const std::future<void> masks = fill_masks(items);
+      done.completion.replayed = takes_graph(items) && graphs_->recorded();
       done.completion.tokens = takes_graph(items) ? run_graph(items, masks) : sample(items, forward(items), masks);
       return absl::OkStatus();
     });
@@ -221,7 +160,6 @@ class TorchExecutor : public ModelExecutor {
     return future;
   }
 
-  // Logits [S, V] after the last token of each of the S sequences that sample, float32 on the CPU.
   // Whether each sequence has one new token, so that a recorded step does it.
   bool takes_graph(const std::vector<StepItem>& items) const {
     return graphs_ != nullptr && static_cast<int64_t>(items.size()) <= graphs_->max_rows() &&
@@ -367,7 +305,6 @@ class TorchExecutor : public ModelExecutor {
   }
 
   static constexpr int64_t kMaxGraphRows = 256;
-  static constexpr int64_t kEncodePatches = 16384;  // of a batch of images on a GPU; one alone may have more
 
   LoadedFiles files_;
   const Clock& clock_;
@@ -377,19 +314,18 @@ class TorchExecutor : public ModelExecutor {
   // The caller's thread only.
   absl::flat_hash_map<RequestId, std::shared_ptr<RequestState>> states_;
   absl::flat_hash_map<SlotId, at::Tensor> slots_;
-  std::mutex encodes_mutex_;
-  std::deque<Encode> encodes_;  // that no job has taken yet
   std::mutex mutex_;
-  std::deque<Done> done_;
+  std::deque<Computed> done_;
   std::function<void()> notify_;
-  JobThread grammar_, backbone_, encoder_;  // last: they use all of the above until they are joined
+  JobThread grammar_, backbone_;  // last: they use all of the above until they are joined
+  EncodeQueue encodes_;
 };
 
 }  // namespace
 
 std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock,
-                                                   bool graphs) {
-  return std::make_unique<TorchExecutor>(std::move(files), config, clock, graphs);
+                                                   const ExecutorOptions& options) {
+  return std::make_unique<TorchExecutor>(std::move(files), config, clock, options);
 }
 
 }  // namespace parvl

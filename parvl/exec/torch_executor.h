@@ -8,11 +8,16 @@
 
 namespace parvl {
 
+struct ExecutorOptions {
+  // On a GPU decode steps and encodings of a few images are recorded and replayed where there are kernels for it;
+  // without it the same work runs launch by launch.
+  bool graphs = true;
+  std::shared_ptr<Startup> startup;  // told of the recording; may be null
+};
+
 // Takes the model; KV memory for the scheduler's blocks is set aside here (on the CPU the system gives it page by page
-// as it is used). `graphs`: decode steps on a GPU are recorded and replayed where there are kernels for it; without it
-// the same steps run launch by launch. `clock` must outlive it. Throws libtorch's exceptions when the device has too
-// little.
+// as it is used). `clock` must outlive it. Throws libtorch's exceptions when the device has too little.
 std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock,
-                                                   bool graphs = true);
+                                                   const ExecutorOptions& options = {});
 
 }  // namespace parvl

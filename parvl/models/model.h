@@ -28,20 +28,29 @@ struct ImageSpan {
   Grid grid;
 };
 
-// Images → features. Reads "pixels" [P, patch_values] (patches of all images one after another), gives "features" [P,
-// hidden].
+// One forward's input to the vision encoder beside the pixels: P patches of all images one after another, each merge ×
+// merge square contiguous. An encoder may compute them in an order of its own; V = P / merge² merged tokens.
+struct VisionBatch {
+  RotaryTable rope;   // of the patches in the encoder's order; float64 in a float64 model
+  SeqLayout frames;   // attention that sees a whole frame
+  SeqLayout windows;  // and a window of it; empty in a family without
+  at::Tensor order;   // int64 [P]: row i of the encoder's order is patch order[i]; undefined: the patches' own order
+  at::Tensor raster;  // int64 [V]: merged token i of the raster order is row raster[i] of the encoder's; likewise
+};
+
+// Images → features. Reads "pixels" [P, patch_values], gives "features" [P, hidden] in its own order.
 class VisionEncoder {
  public:
   virtual ~VisionEncoder() = default;
-  // The pieces for images of these grids. What they bind lives on `device`; angles are float64 in a float64 model.
-  virtual std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const = 0;
+  virtual VisionBatch batch(const std::vector<Grid>& grids, at::Device device) const = 0;
+  virtual std::vector<Piece> pieces(const VisionBatch& batch) const = 0;
 };
 
-// Features → LLM embeddings. Reads "features", gives "visual" [P / merge², LLM hidden] in the images' own raster order.
+// Features → LLM embeddings. Reads "features", gives "visual" [V, LLM hidden] in the images' own raster order.
 class Projector {
  public:
   virtual ~Projector() = default;
-  virtual std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const = 0;
+  virtual std::vector<Piece> pieces(const VisionBatch& batch) const = 0;
 };
 
 // Positions of a packed batch's tokens on the rotary axes (time, height, width), all equal for plain text.

@@ -1,7 +1,5 @@
 #include "parvl/models/packing.h"
 
-#include <ATen/Parallel.h>
-
 #include "parvl/base/check.h"
 
 namespace parvl {
@@ -10,31 +8,29 @@ at::Tensor to_device(const std::vector<int64_t>& values, at::Device device) {
   return at::tensor(values, at::TensorOptions().dtype(at::kLong)).to(device);
 }
 
+at::ScalarType pixel_type(const Model& model) { return model.params().owned().front()->value.scalar_type(); }
+
+void put_pixels(const float* patches, const at::Tensor& rows) {
+  rows.copy_(at::from_blob(const_cast<float*>(patches), rows.sizes(), at::kFloat));
+}
+
 namespace {
 
 at::Tensor copy_pixels(const Model& model, const std::vector<SequenceInput>& sequences, const std::vector<Grid>& grids,
                        at::Device device) {
-  const int64_t values = model.spec().vision->patch_values();
   int64_t patches = 0;
   for (const Grid& grid : grids) patches += grid.patches();
   // On the way to a GPU through pinned memory, which it reads at full speed and without waiting for us.
-  const auto options = at::TensorOptions().dtype(at::kFloat).pinned_memory(device.is_cuda());
-  const at::Tensor pixels = at::empty({patches, values}, options);
-  std::vector<std::pair<const float*, int64_t>> images;  // and the values before each in the packed order
-  int64_t before = 0;
+  const auto options = at::TensorOptions().dtype(pixel_type(model)).pinned_memory(device.is_cuda());
+  const at::Tensor pixels = at::empty({patches, model.spec().vision->patch_values()}, options);
+  int64_t row = 0;
   for (const SequenceInput& sequence : sequences) {
     for (size_t i = 0; i < sequence.images.size(); ++i) {
-      images.emplace_back(sequence.pixels[i], before);
-      before += sequence.images[i].grid.patches() * values;
+      const int64_t count = sequence.images[i].grid.patches();
+      put_pixels(sequence.pixels[i], pixels.narrow(0, row, count));
+      row += count;
     }
   }
-  images.emplace_back(nullptr, before);
-  at::parallel_for(0, static_cast<int64_t>(images.size()) - 1, 1, [&](int64_t begin, int64_t end) {
-    for (size_t i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      std::copy_n(images[i].first, images[i + 1].second - images[i].second,
-                  pixels.data_ptr<float>() + images[i].second);
-    }
-  });
   return pixels.to(device, /*non_blocking=*/true);
 }
 
@@ -86,10 +82,14 @@ PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& se
   return out;
 }
 
+at::Tensor encode_images(const Model& model, const VisionBatch& batch, const at::Tensor& pixels) {
+  const Bundle features = run_pieces(model.vision_encoder()->pieces(batch), Bundle{{"pixels", pixels}});
+  return run_pieces(model.projector()->pieces(batch), features).at("visual");
+}
+
 at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device) {
   if (batch.grids.empty()) return {};
-  Bundle bundle = run_pieces(model.vision_encoder()->pieces(batch.grids, device), Bundle{{"pixels", batch.pixels}});
-  return run_pieces(model.projector()->pieces(batch.grids, device), bundle).at("visual");
+  return encode_images(model, model.vision_encoder()->batch(batch.grids, device), batch.pixels);
 }
 
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual) {

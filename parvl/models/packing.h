@@ -19,7 +19,7 @@ struct SequenceInput {
 
 struct PackedBatch {
   std::vector<Grid> grids;  // of all images, in packed order
-  at::Tensor pixels;        // [P, patch_values] float32 on the device; undefined without images
+  at::Tensor pixels;        // [P, patch_values] in the model's type on the device; undefined without images
   BackboneBatch backbone;
   at::Tensor loss_rows;  // int64 [R]: rows whose output predicts a target
   at::Tensor targets;    // int64 [R]
@@ -34,7 +34,14 @@ PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences
 // The images alone: `grids` and `pixels`.
 PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device);
 
-// Vision encoder and projector without autograd: "visual" [V, hidden]; undefined without images.
+// The type that a model computes in, which its pixels are converted to on their way.
+at::ScalarType pixel_type(const Model& model);
+// An image's patches [rows, patch_values] into those rows, which are on the CPU.
+void put_pixels(const float* patches, const at::Tensor& rows);
+
+// Vision encoder and projector without autograd: "visual" [V, hidden].
+at::Tensor encode_images(const Model& model, const VisionBatch& batch, const at::Tensor& pixels);
+// The same; undefined without images.
 at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device);
 // The decoder's output "hidden" [T, hidden] without autograd.
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual);

@@ -36,10 +36,6 @@ Windows make_windows(const VisionSpec& spec, const std::vector<Grid>& grids) {
   return out;
 }
 
-std::vector<int64_t> window_order(const VisionSpec& spec, const std::vector<Grid>& grids) {
-  return make_windows(spec, grids).merged_order;
-}
-
 class Qwen25VlVision : public VisionEncoder {
  public:
   Qwen25VlVision(ParamTable& params, const VisionSpec& spec) : spec_(spec) {
@@ -47,8 +43,7 @@ class Qwen25VlVision : public VisionEncoder {
     for (int64_t i = 0; i < spec.layers; ++i) blocks_.push_back(make_vision_block(params, spec, i, false, true));
   }
 
-  std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const override {
-    const at::ScalarType type = patch_embed_.weight->value.scalar_type();
+  VisionBatch batch(const std::vector<Grid>& grids, at::Device device) const override {
     const Windows windows = make_windows(spec_, grids);
     const auto raster = patch_positions(grids, spec_.merge);
     const int64_t unit = spec_.merge * spec_.merge;
@@ -61,22 +56,31 @@ class Qwen25VlVision : public VisionEncoder {
         positions.push_back(raster[static_cast<size_t>(merged * unit + i)]);
       }
     }
-    const at::Tensor order_P = at::tensor(order, at::kLong).to(device);
-    const RotaryTable rope = vision_rope(spec_, positions, type == at::kDouble ? at::kDouble : at::kFloat, device);
-    const SeqLayout whole(frame_lengths(grids), device), windowed(windows.lengths, device);
+    VisionBatch out;
+    out.rope = vision_rope(spec_, positions, patch_embed_.weight->value.scalar_type(), device);
+    out.frames = SeqLayout(frame_lengths(grids), device);
+    out.windows = SeqLayout(windows.lengths, device);
+    out.order = at::tensor(order, at::kLong).to(device);
+    out.raster = at::argsort(at::tensor(windows.merged_order, at::kLong)).to(device);
+    return out;
+  }
+
+  std::vector<Piece> pieces(const VisionBatch& batch) const override {
     std::vector<Piece> out;
     out.push_back(
-        {"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, type, order_P](const Bundle& in) {
-           return Bundle{{"features", patch_embed_(in.at("pixels").index_select(0, order_P).to(type))}};
+        {"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, order = batch.order](const Bundle& in) {
+           return Bundle{{"features", patch_embed_(in.at("pixels").index_select(0, order))}};
          }});
     const auto& full = spec_.full_attention_layers;
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const bool sees_all = std::find(full.begin(), full.end(), static_cast<int64_t>(i)) != full.end();
       const std::string name = "vision_encoder.blocks." + std::to_string(i);
-      out.push_back(
-          {name, {name + "."}, [&block = blocks_[i], rope, layout = sees_all ? whole : windowed](const Bundle& in) {
-             return Bundle{{"features", block(in.at("features"), rope, layout)}};
-           }});
+      out.push_back({name,
+                     {name + "."},
+                     [&block = blocks_[i], rope = batch.rope,
+                      layout = sees_all ? batch.frames : batch.windows](const Bundle& in) {
+                       return Bundle{{"features", block(in.at("features"), rope, layout)}};
+                     }});
     }
     return out;
   }
@@ -91,7 +95,7 @@ class Qwen25Vl : public Model {
  public:
   explicit Qwen25Vl(const ModelSpec& spec) : Model(spec) {
     vision_ = std::make_unique<Qwen25VlVision>(params_, *spec.vision);
-    projector_ = make_merger(params_, *spec.vision, spec.backbone.hidden, /*layer_norm=*/false, window_order);
+    projector_ = make_merger(params_, *spec.vision, spec.backbone.hidden, /*layer_norm=*/false);
     backbone_ = make_decoder(params_, spec.backbone);
   }
 

@@ -13,20 +13,25 @@ class Qwen2VlVision : public VisionEncoder {
     for (int64_t i = 0; i < spec.layers; ++i) blocks_.push_back(make_vision_block(params, spec, i, true, false));
   }
 
-  std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const override {
-    const at::ScalarType type = patch_embed_.weight->value.scalar_type();
-    const RotaryTable rope =
-        vision_rope(spec_, patch_positions(grids, spec_.merge), type == at::kDouble ? at::kDouble : at::kFloat, device);
-    const SeqLayout layout(frame_lengths(grids), device);
+  VisionBatch batch(const std::vector<Grid>& grids, at::Device device) const override {
+    VisionBatch out;
+    out.rope =
+        vision_rope(spec_, patch_positions(grids, spec_.merge), patch_embed_.weight->value.scalar_type(), device);
+    out.frames = SeqLayout(frame_lengths(grids), device);
+    return out;
+  }
+
+  std::vector<Piece> pieces(const VisionBatch& batch) const override {
     std::vector<Piece> out;
-    out.push_back({"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, type](const Bundle& in) {
-                     return Bundle{{"features", patch_embed_(in.at("pixels").to(type))}};
+    out.push_back({"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this](const Bundle& in) {
+                     return Bundle{{"features", patch_embed_(in.at("pixels"))}};
                    }});
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const std::string name = "vision_encoder.blocks." + std::to_string(i);
-      out.push_back({name, {name + "."}, [&block = blocks_[i], rope, layout](const Bundle& in) {
-                       return Bundle{{"features", block(in.at("features"), rope, layout)}};
-                     }});
+      out.push_back(
+          {name, {name + "."}, [&block = blocks_[i], rope = batch.rope, layout = batch.frames](const Bundle& in) {
+             return Bundle{{"features", block(in.at("features"), rope, layout)}};
+           }});
     }
     return out;
   }
@@ -41,7 +46,7 @@ class Qwen2Vl : public Model {
  public:
   explicit Qwen2Vl(const ModelSpec& spec) : Model(spec) {
     vision_ = std::make_unique<Qwen2VlVision>(params_, *spec.vision);
-    projector_ = make_merger(params_, *spec.vision, spec.backbone.hidden, /*layer_norm=*/true, /*reorder=*/nullptr);
+    projector_ = make_merger(params_, *spec.vision, spec.backbone.hidden, /*layer_norm=*/true);
     backbone_ = make_decoder(params_, spec.backbone);
   }
 

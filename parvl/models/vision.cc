@@ -10,8 +10,7 @@ namespace {
 
 class Merger : public Projector {
  public:
-  Merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden, bool layer_norm, MergedOrder reorder)
-      : spec_(spec), reorder_(reorder) {
+  Merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden, bool layer_norm) : spec_(spec) {
     const int64_t joined = spec.hidden * spec.merge * spec.merge;
     norm_ = make_norm(params, Module::kProjector, "norm", spec.hidden, 1e-6, layer_norm);
     mlp_.activation = "gelu";
@@ -19,23 +18,17 @@ class Merger : public Projector {
     mlp_.down = make_linear(params, Module::kProjector, "fc2", joined, llm_hidden, true, Split::kRow);
   }
 
-  std::vector<Piece> pieces(const std::vector<Grid>& grids, at::Device device) const override {
-    at::Tensor back;  // row i of the raster order is row back[i] of the encoder's order
-    if (reorder_ != nullptr) {
-      const std::vector<int64_t> order = reorder_(spec_, grids);
-      back = at::argsort(at::tensor(order, at::kLong)).to(device);
-    }
-    return {{"projector", {"projector."}, [this, back](const Bundle& in) {
+  std::vector<Piece> pieces(const VisionBatch& batch) const override {
+    return {{"projector", {"projector."}, [this, raster = batch.raster](const Bundle& in) {
                const at::Tensor normed = norm_(in.at("features"));
                at::Tensor visual = mlp_(normed.reshape({-1, spec_.hidden * spec_.merge * spec_.merge}));
-               if (back.defined()) visual = visual.index_select(0, back);
+               if (raster.defined()) visual = visual.index_select(0, raster);
                return Bundle{{"visual", visual}};
              }}};
   }
 
  private:
   VisionSpec spec_;
-  MergedOrder reorder_;
   Norm norm_;
   Mlp mlp_;
 };
@@ -57,7 +50,8 @@ std::vector<std::pair<int64_t, int64_t>> patch_positions(const std::vector<Grid>
 }
 
 RotaryTable vision_rope(const VisionSpec& spec, const std::vector<std::pair<int64_t, int64_t>>& positions,
-                        at::ScalarType type, at::Device device) {
+                        at::ScalarType model_type, at::Device device) {
+  const at::ScalarType type = model_type == at::kDouble ? at::kDouble : at::kFloat;
   const int64_t axis_dim = spec.head_dim() / 2;
   const at::Tensor exponent = at::arange(0, axis_dim, 2, type) / static_cast<double>(axis_dim);
   const at::Tensor inv_freq = at::pow(at::Scalar(spec.rope_theta), exponent).reciprocal();
@@ -78,9 +72,9 @@ std::vector<int64_t> frame_lengths(const std::vector<Grid>& grids) {
   return out;
 }
 
-std::unique_ptr<Projector> make_merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden, bool layer_norm,
-                                       MergedOrder reorder) {
-  return std::make_unique<Merger>(params, spec, llm_hidden, layer_norm, reorder);
+std::unique_ptr<Projector> make_merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden,
+                                       bool layer_norm) {
+  return std::make_unique<Merger>(params, spec, llm_hidden, layer_norm);
 }
 
 RopePositions mrope_positions(int64_t tokens, const std::vector<ImageSpan>& images, int64_t merge) {

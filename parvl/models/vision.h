@@ -12,18 +12,16 @@ namespace parvl {
 // Row and column of every patch, in the processor's order (each merge × merge square contiguous), frames repeated.
 std::vector<std::pair<int64_t, int64_t>> patch_positions(const std::vector<Grid>& grids, int64_t merge);
 
-// Angles over two axes: the first quarter of a head's pairs turns with the row, the second with the column.
+// Angles over two axes: the first quarter of a head's pairs turns with the row, the second with the column. float64 for
+// a float64 model (`type`), else float32.
 RotaryTable vision_rope(const VisionSpec& spec, const std::vector<std::pair<int64_t, int64_t>>& positions,
                         at::ScalarType type, at::Device device);
 
 // One sequence a frame.
 std::vector<int64_t> frame_lengths(const std::vector<Grid>& grids);
 
-// norm → join merge² neighbours → linear → GELU → linear. `reorder` gives, for given grids, the order that the encoder
-// left its merged tokens in (empty: raster); the projector puts them back.
-using MergedOrder = std::vector<int64_t> (*)(const VisionSpec&, const std::vector<Grid>&);
-std::unique_ptr<Projector> make_merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden, bool layer_norm,
-                                       MergedOrder reorder);
+// norm → join merge² neighbours → linear → GELU → linear, then back into raster order.
+std::unique_ptr<Projector> make_merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden, bool layer_norm);
 
 // Rotary positions with images: text counts on all axes; an image spreads over its merged grid from the current
 // position, and the text after it goes on from the larger side (Wang et al., "Qwen2-VL", 2024, section 2.1).

@@ -6,6 +6,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/kernels/paged_attention.h"
+#include "parvl/nn/cuda_ops.h"
 #include "parvl/nn/functions.h"
 #include "parvl/nn/kernel_types.h"
 
@@ -42,9 +43,21 @@ SeqLayout::SeqLayout(std::vector<int64_t> sequence_lengths, at::Device device) :
   if (device.is_cuda()) starts = at::tensor(sums, at::kInt).to(device);
 }
 
+bool takes_any_layout(const at::Tensor& q_TND) {
+  const int64_t dim = q_TND.size(2);
+  // The kernels that libparvl_cuda.so has want what PyTorch's flash attention wants of the GPU.
+  return cuda::fits(q_TND) && q_TND.scalar_type() == at::kBFloat16 && dim % 8 == 0 && dim <= 256 &&
+         !at::GradMode::is_enabled();
+}
+
 at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
                             const SeqLayout& layout, bool causal) {
   PARVL_CHECK(q_TND.size(0) == layout.total, "the layout does not cover the packed rows");
+  if (takes_any_layout(q_TND)) {
+    return std::get<0>(at::_flash_attention_forward(q_TND, k_TKD, v_TKD, layout.starts, layout.starts, layout.longest,
+                                                    layout.longest, /*dropout_p=*/0.0, causal,
+                                                    /*return_debug_mask=*/false));
+  }
   const at::Tensor k_TND = repeat_heads(k_TKD, q_TND.size(1)), v_TND = repeat_heads(v_TKD, q_TND.size(1));
   if (q_TND.is_cuda() && q_TND.scalar_type() != at::kDouble && !layout.uniform()) {
     auto [out, lse, seed, offset, longest_q, longest_k] = at::_efficient_attention_forward(

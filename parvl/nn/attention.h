@@ -13,15 +13,20 @@ namespace parvl {
 // Lengths of the sequences packed into T rows; attention never crosses a border.
 struct SeqLayout {
   std::vector<int64_t> lengths;  // each > 0
-  int64_t total = 0;
+  int64_t total = 0;             // T
   int64_t longest = 0;
   at::Tensor starts;  // int32 [sequences + 1] on the device, the running sum; only made for CUDA
+  // Work that is recorded for any lengths has no `lengths`, knows `longest` as a bound, and has room in `starts` for
+  // more sequences: those beyond the last are empty. Rows that no sequence has come out undefined. Only where
+  // takes_any_layout.
 
   SeqLayout() = default;
   SeqLayout(std::vector<int64_t> lengths, at::Device device);
   bool uniform() const { return !lengths.empty() && total == longest * static_cast<int64_t>(lengths.size()); }
 };
 
+// Whether packed_attention reads a layout's borders on the device alone: without a graph in 16 bits on a GPU.
+bool takes_any_layout(const at::Tensor& q_TND);
 // softmax(q kᵀ / √D) v inside each sequence. q_TND, k_TKD, v_TKD → [T, N, D]. Differentiable.
 at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
                             const SeqLayout& layout, bool causal);

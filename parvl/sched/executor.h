@@ -27,6 +27,7 @@ struct Completion {
   std::vector<SampledToken> tokens;  // kStep: of the sequences that sample, in the step's order
   SlotId slot;                       // kEncode
   double start_s = 0, end_s = 0;     // when it was computed, by the clock
+  bool replayed = false;             // by one launch of work that was recorded before
 };
 
 // Turns a SchedulerOutput into tokens. The real one drives a model, the simulator's asks a cost model. Requests are

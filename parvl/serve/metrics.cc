@@ -55,6 +55,8 @@ void raise_to(const Twin& twin, int64_t count) {
   add(twin, count - static_cast<int64_t>(twin.own->Value()));
 }
 
+void raise_to(prometheus::Counter& counter, double value) { counter.Increment(value - counter.Value()); }
+
 template <typename Twin>
 void set(const Twin& twin, double value) {
   twin.own->Set(value);
@@ -98,6 +100,14 @@ Metrics::Metrics(const std::string& pool, const std::string& model_name)
                       "Time that a module has computed; its rate is the share of time that it is busy.", *registry_);
   backbone_busy_ = &busy.Add(joined(own_labels_, {{"module", "llm_backbone"}}));
   encoder_busy_ = &busy.Add(joined(own_labels_, {{"module", "vision_encoder"}}));
+  auto& work = family(prometheus::BuildCounter(), "parvl_work_total",
+                      "Steps and encodings; graph=\"replayed\": by one launch of what was recorded.", *registry_);
+  for (size_t i = 0; i < work_.size(); ++i) {
+    const auto counter = [&](const char* graph) {
+      return &work.Add(joined(own_labels_, {{"work", kWorkNames[i]}, {"graph", graph}}));
+    };
+    work_[i] = {counter("replayed"), counter("none")};
+  }
   for (const FinishReason reason : {FinishReason::kStop, FinishReason::kLength, FinishReason::kNone}) {
     success_[reason] = counter(
         {"request_success_total", "Generations that ended, by reason.", {{"finished_reason", reason_label(reason)}}});
@@ -195,8 +205,12 @@ std::string Metrics::text(const EngineStats& stats, int64_t queued, bool healthy
   raise_to(prefix_hits_, stats.prefix_hits);
   raise_to(mm_queries_, stats.encoder_queries);
   raise_to(mm_hits_, stats.encoder_hits);
-  backbone_busy_->Increment(stats.backbone_busy_s - backbone_busy_->Value());
-  encoder_busy_->Increment(stats.encoder_busy_s - encoder_busy_->Value());
+  raise_to(*backbone_busy_, stats.backbone_busy_s);
+  raise_to(*encoder_busy_, stats.encoder_busy_s);
+  for (size_t i = 0; i < work_.size(); ++i) {
+    raise_to(*work_[i].replayed, static_cast<double>(stats.work[i].replayed));
+    raise_to(*work_[i].launched, static_cast<double>(stats.work[i].launched));
+  }
   return prometheus::TextSerializer().Serialize(registry_->Collect());
 }
 

@@ -82,6 +82,10 @@ class Metrics {
   prometheus::Gauge* healthy_ = nullptr;
   prometheus::Histogram *overlap_ = nullptr, *overhead_ = nullptr;
   prometheus::Counter *backbone_busy_ = nullptr, *encoder_busy_ = nullptr;
+  struct WorkCounters {
+    prometheus::Counter *replayed = nullptr, *launched = nullptr;
+  };
+  std::array<WorkCounters, kWorkNames.size()> work_{};
   Twin<prometheus::Counter> prompt_tokens_, generation_tokens_;
   Twin<prometheus::Gauge> running_, waiting_, kv_usage_;
   Twin<prometheus::Counter> preemptions_, prefix_queries_, prefix_hits_, mm_queries_, mm_hits_;

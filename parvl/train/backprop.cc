@@ -22,8 +22,9 @@ at::Tensor forward_backward(const Model& model, const PackedBatch& batch, double
   Bundle bundle;
   if (!batch.grids.empty()) {
     bundle.set("pixels", batch.pixels);
-    append(model.vision_encoder()->pieces(batch.grids, device));
-    append(model.projector()->pieces(batch.grids, device));
+    const VisionBatch vision = model.vision_encoder()->batch(batch.grids, device);
+    append(model.vision_encoder()->pieces(vision));
+    append(model.projector()->pieces(vision));
   }
   append(model.backbone().pieces(batch.backbone));
   pieces.push_back(model.backbone().loss_piece(batch.loss_rows, batch.targets, scale));

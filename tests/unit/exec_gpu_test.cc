@@ -5,7 +5,9 @@
 #include <future>
 
 #include "parvl/base/clock.h"
+#include "parvl/base/rng.h"
 #include "parvl/exec/decode_graphs.h"
+#include "parvl/exec/encoder_graphs.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/exec/generator.h"
 #include "parvl/exec/load.h"
@@ -138,6 +140,9 @@ TEST_P(GpuEngineShapeTest, LogprobsAreNearFloat32) {
   const std::vector<Request> requests = make_requests(12, 10);
   auto engine = load(dir, {});
   const std::vector<GenerateResult> got = run(*engine, requests);
+  const WorkCount decode = engine->stats().work[static_cast<size_t>(Work::kDecode)];
+  EXPECT_GT(decode.replayed, 0);
+  EXPECT_EQ(decode.launched, 0);
   GeneratorOptions options;
   options.load.device = "cpu";
   options.load.dtype = "float32";
@@ -231,6 +236,72 @@ TEST_P(GpuEngineShapeTest, PreemptedRequestsEndWithAllTheirTokens) {
   }
   EXPECT_GT(engine->stats().preemptions, 0);
 }
+
+class GpuEncoderTest : public GpuEngineTest, public testing::WithParamInterface<const char*> {
+ protected:
+  struct Images {
+    SequenceInput input;
+    std::vector<std::vector<float>> pixels;
+  };
+  static Images make_images(const std::vector<Grid>& grids, int64_t patch_values) {
+    Images out;
+    Rng rng(7);
+    for (const Grid& grid : grids) {
+      auto& pixels = out.pixels.emplace_back(static_cast<size_t>(grid.patches() * patch_values));
+      for (float& x : pixels) x = static_cast<float>(rng.uniform() * 4 - 2);
+      out.input.images.push_back({0, grid});
+    }
+    for (const auto& pixels : out.pixels) out.input.pixels.push_back(pixels.data());
+    return out;
+  }
+  static at::Tensor encode(const Model& model, const Images& images, at::Device device) {
+    at::NoGradGuard no_grad;
+    return encode_images(model, pack_images(model, {images.input}, device), device);
+  }
+};
+
+// Replayed and launched one by one give the same bits, whatever was encoded before; both are near float32 on the CPU.
+TEST_P(GpuEncoderTest, RecordedEncodingsEqualUnrecordedOnesToTheBit) {
+  Json config = tiny_config(GetParam());
+  const auto reference = make_model(config);
+  reference->params().initialise(5, 0.15);
+  const std::string dir = make_folder("model");
+  ASSERT_TRUE(save_weights(*reference, dir, {}).ok());
+  const auto model = Model::create(reference->spec());
+  const at::Device device(at::kCUDA, 0);
+  model->params().allocate(at::kBFloat16, device);
+  ASSERT_TRUE(load_weights(*model, dir).ok());
+  use_own_stream(device);
+  EncoderGraphsOptions options;
+  options.max_patches = 1024;
+  auto recorded = EncoderGraphs::create(*model, device, options);
+  options.record = false;
+  auto unrecorded = EncoderGraphs::create(*model, device, options);
+  ASSERT_NE(recorded, nullptr);
+  const int64_t patch_values = model->spec().vision->patch_values();
+  // Some fill a graph, some leave rows over; big after small and small after big.
+  const std::vector<std::vector<Grid>> batches = {
+      {{1, 16, 16}}, {{1, 2, 2}}, {{1, 32, 32}}, {{1, 6, 10}, {2, 4, 4}, {1, 12, 2}}, {{1, 14, 18}, {1, 14, 18}},
+      {{1, 10, 26}}};
+  for (const std::vector<Grid>& grids : batches) {
+    const Images images = make_images(grids, patch_values);
+    const auto a = recorded->run(images.input), b = unrecorded->run(images.input), c = recorded->run(images.input);
+    ASSERT_EQ(a.size(), grids.size());
+    ASSERT_EQ(b.size(), grids.size());
+    for (size_t i = 0; i < grids.size(); ++i) {
+      EXPECT_TRUE(at::equal(a[i], b[i])) << i << " of " << grids.size();
+      EXPECT_TRUE(at::equal(a[i], c[i])) << i << " of " << grids.size();
+    }
+    const at::Tensor want = encode(*reference, images, at::kCPU), plain = encode(*model, images, device);
+    for (const at::Tensor& got : {at::cat(a, 0), plain}) {
+      const at::Tensor difference = got.to(at::kCPU, at::kFloat) - want;
+      EXPECT_LT(difference.norm().item<double>() / want.norm().item<double>(), 0.02);
+    }
+  }
+  EXPECT_TRUE(recorded->run(make_images({{1, 34, 34}}, patch_values).input).empty());
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, GpuEncoderTest, testing::Values("qwen2_vl", "qwen2_5_vl"));
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GpuEngineShapeTest,
                          testing::Values(std::tuple("qwen2", 4, 64), std::tuple("llama", 2, 128),

@@ -21,6 +21,7 @@ EngineStats some_stats() {
   stats.encoder_hits = 8;
   stats.backbone_busy_s = 2.5;
   stats.encoder_busy_s = 0.25;
+  stats.work[static_cast<size_t>(Work::kDecode)] = {.replayed = 30, .launched = 2};
   return stats;
 }
 
@@ -64,6 +65,9 @@ TEST(Metrics, CountersFollowTheEngineAndNeverGoBack) {
     EXPECT_THAT(text, HasSubstr("parvl_prefix_cache_hits_total{pool=\"p\"} 40\n"));
     EXPECT_THAT(text, HasSubstr("parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"p\"} 2.5\n"));
     EXPECT_THAT(text, HasSubstr("parvl_busy_seconds_total{module=\"vision_encoder\",pool=\"p\"} 0.25\n"));
+    EXPECT_THAT(text, HasSubstr("parvl_work_total{graph=\"replayed\",pool=\"p\",work=\"decode\"} 30\n"));
+    EXPECT_THAT(text, HasSubstr("parvl_work_total{graph=\"none\",pool=\"p\",work=\"decode\"} 2\n"));
+    EXPECT_THAT(text, HasSubstr("parvl_work_total{graph=\"none\",pool=\"p\",work=\"encode\"} 0\n"));
   }
 }
 

@@ -27,7 +27,7 @@ ServingMemory fixed_memory(const ModelSpec& spec, const ServingSettings& s, cons
   shape.sampled = s.max_seqs;
   out.step = step_bytes(spec.backbone, s.dtype, shape, target);
   if (!target.cuda) out.step += sampling_bytes(spec.backbone, s.max_seqs);
-  out.encode = encode_bytes(spec, s.dtype, s.max_patches, target);
+  out.encode = encode_bytes(spec, s.dtype, std::max(s.max_patches, s.encode_patches), target);
   return out;
 }
 

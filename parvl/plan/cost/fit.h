@@ -17,6 +17,7 @@ struct ServingSettings {
   int64_t kv_cache_bytes = 0;       // 0: by default_kv_share
   int64_t encoder_cache_bytes = 0;  // 0: an eighth of what weights and steps leave, at most 1 GiB
   int64_t max_patches = 0;          // of one image
+  int64_t encode_patches = 0;       // of the images that are encoded at once, when that is more
   bool prefix_caching = true;
 };
 

@@ -165,9 +165,9 @@ int64_t encode_bytes(const ModelSpec& spec, DType dtype, int64_t patches, const 
   const int64_t bytes = dtype_bytes(dtype), wide = wide_bytes(dtype);
   const int64_t pixels = patches * v.patch_values(), h = patches * v.hidden * bytes;
   const int64_t i = patches * v.intermediate * bytes;
-  const int64_t always = 4 * pixels + patches * (v.head_dim() * wide + (gated ? 8 : 0));
-  const int64_t embedding = (gated ? 4 * pixels : 0) + (bytes == 4 ? 0 : bytes * pixels) + h +
-                            product_scratch(patches, v.patch_values(), dtype, target);
+  const int64_t always = bytes * pixels + patches * (v.head_dim() * wide + (gated ? 8 : 0));
+  const int64_t embedding =
+      (gated ? bytes * pixels : 0) + h + product_scratch(patches, v.patch_values(), dtype, target);
   // In a block: its input; queries, keys and values; the first two rotated.
   const int64_t rotated = 6 * h;
   // The outputs of windows one by one, then joined.

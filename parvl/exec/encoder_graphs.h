@@ -1,0 +1,70 @@
+// Images through the vision encoder and the projector on a GPU, as one recorded graph for each of a few numbers of
+// patches: one launch where there would be hundreds, which is what a few images wait for.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "parvl/models/packing.h"
+#include "parvl/nn/cuda_graph.h"
+
+namespace parvl {
+
+struct EncoderGraphsOptions {
+  int64_t max_patches = 4096;  // of a batch; from there on the work itself takes longer than its launches
+  bool record = true;          // false: the same work without recording it, launch by launch
+};
+
+// All calls from one thread, which has a stream of its own (use_own_stream). The model outlives it.
+class EncoderGraphs {
+ public:
+  // nullptr where there are no graphs: without a vision encoder, on the CPU, without libparvl_cuda.so, for a type or
+  // heads without kernels. Records the graphs here.
+  static std::unique_ptr<EncoderGraphs> create(const Model& model, at::Device device,
+                                               const EncoderGraphsOptions& options);
+
+  bool recorded() const { return options_.record; }
+  // Each image's "visual" [its merged tokens, hidden], in its own memory, when the current stream comes to that. None
+  // at all when the images are too many, or have too many frames or windows.
+  std::vector<at::Tensor> run(const SequenceInput& images);
+
+ private:
+  // The same values on the host, pinned, and on the device.
+  struct Mirror {
+    at::Tensor host, device;
+    Mirror() = default;
+    Mirror(std::vector<int64_t> sizes, at::ScalarType type, at::Device target);
+    void upload(int64_t rows) const;  // the first ones
+    // Rows from `begin` on; `values` is on the CPU.
+    void put(int64_t begin, const at::Tensor& values) const;
+  };
+  // Borders of sequences: those beyond the last one are empty.
+  struct Borders {
+    Mirror starts;
+    int64_t capacity = 0, longest = 0;
+    bool takes(const SeqLayout& layout) const;
+    void put(const SeqLayout& layout) const;
+    SeqLayout view(int64_t rows) const;
+  };
+  struct Graph {
+    int64_t patches = 0;
+    std::unique_ptr<CudaGraph> graph;
+    at::Tensor visual;  // [patches / merge², hidden]
+  };
+
+  EncoderGraphs(const Model& model, at::Device device, const EncoderGraphsOptions& options);
+  void fill(const SequenceInput& images, const VisionBatch& batch, int64_t padded);
+  void step(Graph& graph);
+  void record(Graph& graph);
+
+  const Model& model_;
+  at::Device device_;
+  EncoderGraphsOptions options_;
+  int64_t merged_;  // patches a token
+  std::unique_ptr<CudaGraphPool> pool_;
+  Mirror pixels_, cos_, sin_, order_, raster_;
+  Borders frames_, windows_;
+  std::vector<Graph> graphs_;
+};
+
+}  // namespace parvl
