@@ -6,6 +6,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/kernels/gemm_bf16.h"
+#include "parvl/kernels/gemm_widened.h"
 #include "parvl/kernels/gemv.h"
 #include "parvl/kernels/norm.h"
 #include "parvl/kernels/rotary.h"
@@ -27,13 +28,17 @@ int64_t grain_rows(int64_t row_size) { return std::max<int64_t>(1, kGrain / row_
 // Which of our products takes these rows.
 enum class Product { kLibrary, kFloat, kBFloat16Widened, kBFloat16 };
 
+// Values of widened rows that one product reads again and again: they stay in a core's second-level cache.
+constexpr int64_t kCachedValues = 1 << 16;
+
 Product product_for(const at::Tensor& x, absl::Span<const WeightBias> weights) {
   const int64_t rows = x.numel() / std::max<int64_t>(1, x.size(-1));
   if (x.is_cuda() || rows < 1) return Product::kLibrary;
   for (const WeightBias& part : weights) {
     if (!part.weight.is_contiguous() || part.weight.scalar_type() != x.scalar_type()) return Product::kLibrary;
   }
-  if (x.scalar_type() == at::kBFloat16 && kernels::has_bf16_dot() && rows >= kernels::kGemmBf16MinRows) {
+  if (x.scalar_type() == at::kBFloat16 && !kernels::has_bf16_dot()) return Product::kBFloat16Widened;
+  if (x.scalar_type() == at::kBFloat16 && rows >= kernels::kGemmBf16MinRows) {
     return rows <= kernels::kGemmBf16MaxRows ? Product::kBFloat16 : Product::kLibrary;
   }
   if (rows > kernels::kGemvMaxRows) return Product::kLibrary;
@@ -64,12 +69,25 @@ const T* bias_data(const WeightBias& part) {
   return part.bias.defined() ? kernel_data<T>(part.bias) : nullptr;
 }
 
+// Outputs [from, to) of some rows by the kernel that is fastest for so many of them.
 template <typename T>
-void run_gemv(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
+void multiply_rows(const float* x, const WeightBias& part, T* y, int64_t rows, int64_t k, int64_t from, int64_t to) {
+  const int64_t n = part.weight.size(0);
+  const T *w = kernel_data<T>(part.weight), *bias = bias_data<T>(part);
+  if (rows <= kernels::kGemvMaxRows && (kernels::has_wide_registers() || rows < kernels::kGemmWidenedMinRows)) {
+    return kernels::gemv<T>(x, w, bias, y, rows, n, k, from, to);
+  }
+  const int64_t step = std::max<int64_t>(kernels::kGemmWidenedMinRows, kCachedValues / k / 4 * 4);
+  for (int64_t r = 0; r < rows; r += step) {
+    kernels::gemm_widened<T>(x + r * k, w, bias, y + r * n, std::min(step, rows - r), n, k, from, to);
+  }
+}
+
+template <typename T>
+void run_widened(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
   const int64_t k = wide_x.size(-1), rows = wide_x.numel() / k;
   over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
-    kernels::gemv<T>(kernel_data<float>(wide_x), kernel_data<T>(part.weight), bias_data<T>(part), kernel_data<T>(y),
-                     rows, part.weight.size(0), k, from, to);
+    multiply_rows<T>(kernel_data<float>(wide_x), part, kernel_data<T>(y), rows, k, from, to);
   });
 }
 
@@ -101,9 +119,9 @@ std::vector<at::Tensor> linears(const at::Tensor& input, absl::Span<const Weight
   if (product == Product::kBFloat16) {
     run_gemm_bf16(x, weights, ys);
   } else if (product == Product::kFloat) {
-    run_gemv<float>(x, weights, ys);
+    run_widened<float>(x, weights, ys);
   } else {
-    run_gemv<BFloat16>(x.to(at::kFloat), weights, ys);
+    run_widened<BFloat16>(x.to(at::kFloat), weights, ys);
   }
   return ys;
 }

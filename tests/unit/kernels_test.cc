@@ -8,6 +8,7 @@
 
 #include "parvl/base/rng.h"
 #include "parvl/kernels/gemm_bf16.h"
+#include "parvl/kernels/gemm_widened.h"
 #include "parvl/kernels/gemv.h"
 #include "parvl/kernels/norm.h"
 #include "parvl/kernels/paged_attention.h"
@@ -64,20 +65,21 @@ TEST(BFloat16, RoundsToNearestEvenAndKeepsSpecialValues) {
   EXPECT_EQ(round(3.4e38f), INFINITY);
 }
 
-template <typename T>
-void check_gemv(int64_t rows, int64_t n, int64_t k, bool with_bias) {
+// `multiply`: gemv or a kernel of its form.
+template <typename T, typename Multiply>
+void check_gemv(Multiply multiply, int64_t rows, int64_t n, int64_t k, bool with_bias) {
   SCOPED_TRACE(::testing::Message() << rows << " rows, " << n << " × " << k << (with_bias ? " with bias" : ""));
   const auto x = random_values<float>(static_cast<size_t>(rows * k), 1);
   const auto w = random_values<T>(static_cast<size_t>(n * k), 2), bias = random_values<T>(static_cast<size_t>(n), 3);
   const T untouched = narrow<T>(-77);
   std::vector<T> y(static_cast<size_t>(rows * n), untouched);
   const int64_t middle = n / 3;  // two threads' shares
-  gemv<T>(x.data(), w.data(), with_bias ? bias.data() : nullptr, y.data(), rows, n, k, 0, middle);
+  multiply(x.data(), w.data(), with_bias ? bias.data() : nullptr, y.data(), rows, n, k, 0, middle);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t o = middle; o < n; ++o)
       ASSERT_EQ(widen(y[static_cast<size_t>(r * n + o)]), widen(untouched)) << "written outside its share";
   }
-  gemv<T>(x.data(), w.data(), with_bias ? bias.data() : nullptr, y.data(), rows, n, k, middle, n);
+  multiply(x.data(), w.data(), with_bias ? bias.data() : nullptr, y.data(), rows, n, k, middle, n);
   std::vector<double> want;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t o = 0; o < n; ++o) {
@@ -136,9 +138,35 @@ TEST(Gemv, EveryRowCountAndOddSizes) {
   for (int64_t rows = 1; rows <= kGemvMaxRows; ++rows) {
     for (const int64_t k : {1, 7, 63, 64, 65, 200, 1027}) {
       for (const bool with_bias : {false, true}) {
-        check_gemv<float>(rows, 11, k, with_bias);
-        check_gemv<BFloat16>(rows, 11, k, with_bias);
+        check_gemv<float>(gemv<float>, rows, 11, k, with_bias);
+        check_gemv<BFloat16>(gemv<BFloat16>, rows, 11, k, with_bias);
       }
+    }
+  }
+}
+
+TEST(GemmWidened, EveryRowCountAndOddSizes) {
+  for (const int64_t rows : {1, 4, 5, 7, 8, 19, 64}) {
+    for (const int64_t k : {1, 7, 8, 9, 200, 1027}) {
+      for (const bool with_bias : {false, true}) {
+        check_gemv<float>(gemm_widened<float>, rows, 11, k, with_bias);
+        check_gemv<BFloat16>(gemm_widened<BFloat16>, rows, 11, k, with_bias);
+      }
+    }
+  }
+}
+
+// In whatever company a row has the same result to the bit.
+TEST(GemmWidened, ARowDoesNotDependOnTheOthers) {
+  const int64_t rows = 13, n = 9, k = 77;
+  const auto x = random_values<float>(static_cast<size_t>(rows * k), 1);
+  const auto w = random_values<BFloat16>(static_cast<size_t>(n * k), 2);
+  std::vector<BFloat16> all(static_cast<size_t>(rows * n)), one(static_cast<size_t>(n));
+  gemm_widened<BFloat16>(x.data(), w.data(), nullptr, all.data(), rows, n, k, 0, n);
+  for (int64_t r = 0; r < rows; ++r) {
+    gemm_widened<BFloat16>(x.data() + r * k, w.data(), nullptr, one.data(), 1, n, k, 0, n);
+    for (int64_t o = 0; o < n; ++o) {
+      ASSERT_EQ(one[static_cast<size_t>(o)].bits, all[static_cast<size_t>(r * n + o)].bits) << r << " " << o;
     }
   }
 }
