@@ -41,21 +41,22 @@ void EncoderGraphs::Mirror::put(int64_t begin, const at::Tensor& values) const {
   host.narrow(0, begin, values.size(0)).copy_(values);
 }
 
-bool EncoderGraphs::Borders::takes(const SeqLayout& layout) const {
-  return static_cast<int64_t>(layout.lengths.size()) <= capacity && layout.longest <= longest;
+bool EncoderGraphs::Borders::takes(const SeqLayout& layout, int64_t rows) const {
+  return static_cast<int64_t>(layout.lengths.size()) <= room(rows) && layout.longest <= longest;
 }
 
-void EncoderGraphs::Borders::put(const SeqLayout& layout) const {
+void EncoderGraphs::Borders::put(const SeqLayout& layout, int64_t rows) const {
   auto* starts_of = starts.host.data_ptr<int32_t>();
   std::partial_sum(layout.lengths.begin(), layout.lengths.end(), starts_of + 1);
-  std::fill(starts_of + 1 + layout.lengths.size(), starts_of + 1 + capacity, static_cast<int32_t>(layout.total));
+  std::fill(starts_of + 1 + layout.lengths.size(), starts_of + 1 + room(rows), static_cast<int32_t>(layout.total));
 }
 
-SeqLayout EncoderGraphs::Borders::view(int64_t rows) const {
+SeqLayout EncoderGraphs::Borders::upload(int64_t rows) const {
+  starts.upload(room(rows) + 1);
   SeqLayout out;
   out.total = rows;
   out.longest = std::min(longest, rows);
-  out.starts = starts.device;
+  out.starts = starts.device.narrow(0, 0, room(rows) + 1);
   return out;
 }
 
@@ -77,14 +78,13 @@ EncoderGraphs::EncoderGraphs(const Model& model, at::Device device, const Encode
   pixels_ = Mirror({most, spec.patch_values()}, pixel_type(model), device);
   cos_ = Mirror({most, half}, at::kFloat, device);
   sin_ = Mirror({most, half}, at::kFloat, device);
-  const auto borders = [&](int64_t capacity, int64_t longest) {
-    return Borders{Mirror({capacity + 1}, at::kInt, device), capacity, longest};
+  const auto borders = [&](int64_t spacing, int64_t longest) {
+    return Borders{Mirror({most / spacing + 2}, at::kInt, device), spacing, longest};
   };
-  // An empty sequence costs little, but not nothing.
-  frames_ = borders(std::max<int64_t>(1, most / 64), most);
+  frames_ = borders(256, most);
   if (spec.window == 0) return;
   const int64_t side = spec.window / spec.patch;
-  windows_ = borders(std::max<int64_t>(1, most / 16), side * side);
+  windows_ = borders(std::max<int64_t>(1, side * side / 2), side * side);
   order_ = Mirror({most}, at::kLong, device);
   raster_ = Mirror({most / merged_}, at::kLong, device);
 }
@@ -98,9 +98,9 @@ void EncoderGraphs::fill(const SequenceInput& images, const VisionBatch& batch, 
   }
   cos_.put(0, batch.rope.cos);
   sin_.put(0, batch.rope.sin);
-  frames_.put(batch.frames);
+  frames_.put(batch.frames, padded);
   if (!batch.order.defined()) return;
-  windows_.put(batch.windows);
+  windows_.put(batch.windows, padded);
   // What is padded stays where it is. Its values are of no use to anybody, and reach no other row.
   order_.put(0, batch.order);
   order_.put(row, at::arange(row, padded, at::kLong));
@@ -117,11 +117,9 @@ void EncoderGraphs::step(Graph& graph) {
   };
   VisionBatch batch;
   batch.rope = {on_device(cos_, rows), on_device(sin_, rows)};
-  frames_.starts.upload(frames_.capacity + 1);
-  batch.frames = frames_.view(rows);
-  if (windows_.capacity > 0) {
-    windows_.starts.upload(windows_.capacity + 1);
-    batch.windows = windows_.view(rows);
+  batch.frames = frames_.upload(rows);
+  if (windows_.spacing > 0) {
+    batch.windows = windows_.upload(rows);
     batch.order = on_device(order_, rows);
     batch.raster = on_device(raster_, rows / merged_);
   }
@@ -149,10 +147,12 @@ std::vector<at::Tensor> EncoderGraphs::run(const SequenceInput& images) {
     grids.push_back(image.grid);
     patches += image.grid.patches();
   }
-  const auto graph = std::find_if(graphs_.begin(), graphs_.end(), [&](const Graph& g) { return g.patches >= patches; });
-  if (graph == graphs_.end()) return {};
   const VisionBatch batch = model_.vision_encoder()->batch(grids, at::kCPU);
-  if (!frames_.takes(batch.frames) || !windows_.takes(batch.windows)) return {};
+  const auto graph = std::find_if(graphs_.begin(), graphs_.end(), [&](const Graph& g) {
+    return g.patches >= patches && frames_.takes(batch.frames, g.patches) &&
+           (windows_.spacing == 0 || windows_.takes(batch.windows, g.patches));
+  });
+  if (graph == graphs_.end()) return {};
   synchronize(device_);  // what was last copied from the host's side has arrived
   fill(images, batch, graph->patches);
   if (graph->graph != nullptr) {

@@ -38,13 +38,15 @@ class EncoderGraphs {
     // Rows from `begin` on; `values` is on the CPU.
     void put(int64_t begin, const at::Tensor& values) const;
   };
-  // Borders of sequences: those beyond the last one are empty.
+  // Borders of sequences. A graph of so many rows has room for one sequence every `spacing` of them, the rest is empty:
+  // an empty sequence costs little, but not nothing.
   struct Borders {
     Mirror starts;
-    int64_t capacity = 0, longest = 0;
-    bool takes(const SeqLayout& layout) const;
-    void put(const SeqLayout& layout) const;
-    SeqLayout view(int64_t rows) const;
+    int64_t spacing = 0, longest = 0;
+    int64_t room(int64_t rows) const { return rows / spacing + 1; }
+    bool takes(const SeqLayout& layout, int64_t rows) const;
+    void put(const SeqLayout& layout, int64_t rows) const;
+    SeqLayout upload(int64_t rows) const;
   };
   struct Graph {
     int64_t patches = 0;

@@ -20,4 +20,7 @@ template <typename T>
 void gemm_widened(const float* x, const T* w, const T* bias, T* y, int64_t rows, int64_t n, int64_t k, int64_t begin,
                   int64_t end);
 
+// x in float32.
+void widen_values(const BFloat16* x, float* y, int64_t count);
+
 }  // namespace parvl::kernels

@@ -90,9 +90,14 @@ PARVL_SIMD void run_bf16(const float* x, const BFloat16* w, const BFloat16* bias
                          int64_t k, int64_t begin, int64_t end) {
   all_outputs(x, w, bias, y, rows, n, k, begin, end);
 }
+PARVL_SIMD void run_widen(const BFloat16* x, float* y, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) y[i] = widen(x[i]);
+}
 #undef PARVL_INLINE
 
 }  // namespace
+
+void widen_values(const BFloat16* x, float* y, int64_t count) { run_widen(x, y, count); }
 
 bool has_wide_registers() {
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -26,7 +26,7 @@ constexpr int64_t kGrain = 1 << 14;
 int64_t grain_rows(int64_t row_size) { return std::max<int64_t>(1, kGrain / row_size); }
 
 // Which of our products takes these rows.
-enum class Product { kLibrary, kFloat, kBFloat16Widened, kBFloat16 };
+enum class Product { kLibrary, kFloat, kFewBFloat16, kManyBFloat16, kBFloat16 };
 
 // Values of widened rows that one product reads again and again: they stay in a core's second-level cache.
 constexpr int64_t kCachedValues = 1 << 16;
@@ -37,13 +37,12 @@ Product product_for(const at::Tensor& x, absl::Span<const WeightBias> weights) {
   for (const WeightBias& part : weights) {
     if (!part.weight.is_contiguous() || part.weight.scalar_type() != x.scalar_type()) return Product::kLibrary;
   }
-  if (x.scalar_type() == at::kBFloat16 && !kernels::has_bf16_dot()) return Product::kBFloat16Widened;
-  if (x.scalar_type() == at::kBFloat16 && rows >= kernels::kGemmBf16MinRows) {
-    return rows <= kernels::kGemmBf16MaxRows ? Product::kBFloat16 : Product::kLibrary;
-  }
-  if (rows > kernels::kGemvMaxRows) return Product::kLibrary;
-  if (x.scalar_type() == at::kFloat) return Product::kFloat;
-  return x.scalar_type() == at::kBFloat16 ? Product::kBFloat16Widened : Product::kLibrary;
+  const bool few = rows <= kernels::kGemvMaxRows;
+  if (x.scalar_type() == at::kFloat) return few ? Product::kFloat : Product::kLibrary;
+  if (x.scalar_type() != at::kBFloat16) return Product::kLibrary;
+  if (!kernels::has_bf16_dot()) return few ? Product::kFewBFloat16 : Product::kManyBFloat16;
+  if (rows < kernels::kGemmBf16MinRows) return Product::kFewBFloat16;
+  return rows <= kernels::kGemmBf16MaxRows ? Product::kBFloat16 : Product::kLibrary;
 }
 
 // `multiply(part, y, begin, end)` for outputs [begin, end) of each weight. One parallel loop over the rows of all
@@ -69,25 +68,33 @@ const T* bias_data(const WeightBias& part) {
   return part.bias.defined() ? kernel_data<T>(part.bias) : nullptr;
 }
 
-// Outputs [from, to) of some rows by the kernel that is fastest for so many of them.
+// Rows of x that gemm_widened takes at once.
+int64_t rows_at_once(int64_t k) { return std::max<int64_t>(kernels::kGemmWidenedMinRows, kCachedValues / k / 4 * 4); }
+
+// A few rows, widened by the caller.
 template <typename T>
-void multiply_rows(const float* x, const WeightBias& part, T* y, int64_t rows, int64_t k, int64_t from, int64_t to) {
-  const int64_t n = part.weight.size(0);
-  const T *w = kernel_data<T>(part.weight), *bias = bias_data<T>(part);
-  if (rows <= kernels::kGemvMaxRows && (kernels::has_wide_registers() || rows < kernels::kGemmWidenedMinRows)) {
-    return kernels::gemv<T>(x, w, bias, y, rows, n, k, from, to);
-  }
-  const int64_t step = std::max<int64_t>(kernels::kGemmWidenedMinRows, kCachedValues / k / 4 * 4);
-  for (int64_t r = 0; r < rows; r += step) {
-    kernels::gemm_widened<T>(x + r * k, w, bias, y + r * n, std::min(step, rows - r), n, k, from, to);
-  }
+void run_few_rows(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
+  const int64_t k = wide_x.size(-1), rows = wide_x.numel() / k;
+  const bool gemv = kernels::has_wide_registers() || rows < kernels::kGemmWidenedMinRows;
+  const auto multiply = gemv ? kernels::gemv<T> : kernels::gemm_widened<T>;
+  over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
+    multiply(kernel_data<float>(wide_x), kernel_data<T>(part.weight), bias_data<T>(part), kernel_data<T>(y), rows,
+             part.weight.size(0), k, from, to);
+  });
 }
 
-template <typename T>
-void run_widened(const at::Tensor& wide_x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
-  const int64_t k = wide_x.size(-1), rows = wide_x.numel() / k;
+// Many bfloat16 rows where the processor has no product for them: each thread widens some at a time.
+void run_many_rows(const at::Tensor& x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
+  const int64_t k = x.size(-1), rows = x.numel() / k, step = std::min(rows, rows_at_once(k));
   over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
-    multiply_rows<T>(kernel_data<float>(wide_x), part, kernel_data<T>(y), rows, k, from, to);
+    std::vector<float> wide(static_cast<size_t>(step * k));
+    const int64_t n = part.weight.size(0);
+    for (int64_t r = 0; r < rows; r += step) {
+      const int64_t count = std::min(step, rows - r);
+      kernels::widen_values(kernel_data<BFloat16>(x) + r * k, wide.data(), count * k);
+      kernels::gemm_widened<BFloat16>(wide.data(), kernel_data<BFloat16>(part.weight), bias_data<BFloat16>(part),
+                                      kernel_data<BFloat16>(y) + r * n, count, n, k, from, to);
+    }
   });
 }
 
@@ -118,10 +125,12 @@ std::vector<at::Tensor> linears(const at::Tensor& input, absl::Span<const Weight
   const at::Tensor x = input.contiguous();
   if (product == Product::kBFloat16) {
     run_gemm_bf16(x, weights, ys);
+  } else if (product == Product::kManyBFloat16) {
+    run_many_rows(x, weights, ys);
   } else if (product == Product::kFloat) {
-    run_widened<float>(x, weights, ys);
+    run_few_rows<float>(x, weights, ys);
   } else {
-    run_widened<BFloat16>(x.to(at::kFloat), weights, ys);
+    run_few_rows<BFloat16>(x.to(at::kFloat), weights, ys);
   }
   return ys;
 }
