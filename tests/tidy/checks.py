@@ -9,7 +9,7 @@ MAY_INCLUDE = {
     "base": [],
     "plan": [],
     "sched": [],
-    "comm": [],
+    "comm": ["plan/model_spec.h"],  # for DType
     "kernels": [],
     "media": [],
     "elastic": ["plan", "sched"],
@@ -198,7 +198,8 @@ def dead_files(tree):
         name, stem = posixpath.basename(path), posixpath.splitext(posixpath.basename(path))[0]
         if path.endswith((".cc", ".cu")) and not {name, stem} & words:
             yield f"{path}: no CMakeLists.txt names it"
-        if path.endswith(".h") and path not in included and name not in by_name:
+        # What stands in for a header that a library's own headers include.
+        if path.endswith(".h") and path not in included and name not in by_name and "/standin/" not in path:
             yield f"{path}: nothing includes it"
         if path.endswith((".py", ".sh")) and path.split("/")[0] in ("tests", "tools", "bench", "examples"):
             suite = re.search(r"^import unittest", tree[path], re.MULTILINE) and path.split("/")[0:2] in (["tests", f] for f in ("parity", "e2e", "tidy"))

@@ -1,0 +1,25 @@
+// Ranks as processes on the CPU, through libtorch's Gloo.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "parvl/comm/communicator.h"
+
+namespace parvl {
+
+struct GlooOptions {
+  int64_t rank = 0, world = 1;
+  std::string host = "127.0.0.1";  // of the rank that holds the store
+  int64_t port = 0;                // the store's; rank 0 listens there, unless the store is somebody else's
+  bool serve_store = true;         // whether rank 0 holds it: false when the launcher does
+  std::string address;             // by which the others reach this rank; "": the loopback address when `host` is one,
+                                   // else that of this machine's name
+  std::string prefix;              // of this run's names in the store: another attempt takes another one
+  double deadline_s = 600;         // for each call, and for all ranks to come
+};
+
+// Waits for the store. DeadlineExceeded or Internal, naming host and port.
+absl::StatusOr<std::unique_ptr<Communicator>> make_gloo_communicator(const GlooOptions& options);
+
+}  // namespace parvl
