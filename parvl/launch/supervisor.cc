@@ -1,0 +1,208 @@
+#include "parvl/launch/supervisor.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+
+#include "parvl/base/check.h"
+
+namespace parvl {
+namespace {
+
+// A port that is free now.
+absl::StatusOr<int64_t> free_port() {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  const bool ok = fd >= 0 && ::bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 &&
+                  ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0;
+  const int error = errno;
+  if (fd >= 0) ::close(fd);
+  if (!ok) return failed("no free port for the ranks to meet at: ", std::strerror(error));
+  return ntohs(address.sin_port);
+}
+
+// In the child: never returns. Only calls that are safe between fork and exec.
+[[noreturn]] void become(char* const* arguments, char* const* environment, pid_t parent) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);  // it died before the line above
+  ::setpgid(0, 0);                        // an interrupt from the terminal reaches the ranks through us alone, once
+  sigset_t none;
+  sigemptyset(&none);
+  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+  for (const int signal : {SIGINT, SIGTERM, SIGPIPE}) ::signal(signal, SIG_DFL);
+  ::execvpe(arguments[0], arguments, environment);
+  constexpr char kText[] = "parvl launch: the command cannot be started: ";
+  const char* reason = ::strerrordesc_np(errno);
+  if (::write(STDERR_FILENO, kText, sizeof kText - 1) < 0 ||
+      ::write(STDERR_FILENO, arguments[0], std::strlen(arguments[0])) < 0 || ::write(STDERR_FILENO, ": ", 2) < 0 ||
+      ::write(STDERR_FILENO, reason, std::strlen(reason)) < 0 || ::write(STDERR_FILENO, "\n", 1) < 0) {
+  }
+  ::_exit(2);
+}
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> out;
+  for (std::string& text : texts) out.push_back(text.data());
+  out.push_back(nullptr);
+  return out;
+}
+
+struct Rank {
+  int64_t rank = 0;
+  pid_t pid = -1;
+  int descriptor = -1;  // readable when it has ended
+  std::optional<int> ended;
+};
+
+// One attempt: the ranks from their start to their end.
+class Attempt {
+ public:
+  Attempt(const LaunchOptions& options, int64_t attempt) : options_(options), attempt_(attempt) {}
+  Attempt(const Attempt&) = delete;
+  ~Attempt() {
+    for (Rank& rank : ranks_) {
+      if (!rank.ended.has_value()) {
+        ::kill(-rank.pid, SIGKILL);
+        ::kill(rank.pid, SIGKILL);  // its group may not be there yet
+        ::waitpid(rank.pid, nullptr, 0);
+      }
+      if (rank.descriptor >= 0) ::close(rank.descriptor);
+    }
+  }
+
+  absl::Status start() {
+    int64_t port = options_.master_port;
+    if (port == 0) {
+      PARVL_ASSIGN_OR_RETURN(port, free_port());
+    }
+    for (int64_t local = 0; local < options_.processes; ++local) PARVL_RETURN_IF_ERROR(start_rank(local, port));
+    return absl::OkStatus();
+  }
+
+  // Until all have ended. `first`: the rank that ended badly first; null: none did. `stopped`: we were asked to end.
+  absl::Status watch(const Rank*& first, bool& stopped) {
+    first = nullptr;
+    std::optional<int> grace_ms;  // set once they have been asked to end
+    for (;;) {
+      std::vector<pollfd> waits;
+      std::vector<Rank*> alive;
+      for (Rank& rank : ranks_) {
+        if (rank.ended.has_value()) continue;
+        waits.push_back({rank.descriptor, POLLIN, 0});
+        alive.push_back(&rank);
+      }
+      if (alive.empty()) return absl::OkStatus();
+      if (!stopped && options_.stop_descriptor >= 0) waits.push_back({options_.stop_descriptor, POLLIN, 0});
+      const int ready = ::poll(waits.data(), waits.size(), grace_ms.value_or(-1));
+      if (ready < 0 && errno != EINTR) return failed("cannot wait for the ranks: ", std::strerror(errno));
+      if (ready == 0) signal_all(SIGKILL);
+      for (size_t i = 0; i < alive.size() && ready > 0; ++i) {
+        if (waits[i].revents == 0) continue;
+        reap(*alive[i]);
+        if (first == nullptr && *alive[i]->ended != 0 && !stopped) first = alive[i];
+      }
+      const bool asked = !stopped && waits.size() > alive.size() && ready > 0 && waits.back().revents != 0;
+      stopped = stopped || asked;
+      if (grace_ms.has_value() || (first == nullptr && !stopped)) continue;
+      signal_all(SIGTERM);
+      grace_ms = static_cast<int>(options_.grace_s * 1e3);
+    }
+  }
+
+ private:
+  absl::Status start_rank(int64_t local, int64_t port) {
+    std::vector<std::string> arguments = options_.command, environment;
+    const auto own = rank_environment(options_, local, port, attempt_);
+    for (char** entry = environ; *entry != nullptr; ++entry) {
+      const std::string text = *entry, name = text.substr(0, text.find('='));
+      bool replaced = false;
+      for (const auto& [key, value] : own) replaced = replaced || key == name;
+      if (!replaced) environment.push_back(text);
+    }
+    for (const auto& [key, value] : own) environment.push_back(key + "=" + value);
+    const std::vector<char*> argv = pointers(arguments), envp = pointers(environment);
+    const pid_t parent = ::getpid(), pid = ::fork();
+    if (pid == 0) become(argv.data(), envp.data(), parent);
+    if (pid < 0) return failed("cannot start rank ", local, ": ", std::strerror(errno));
+    Rank& rank = ranks_.emplace_back();
+    rank.rank = options_.node * options_.processes + local;
+    rank.pid = pid;
+    rank.descriptor = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));  // glibc 2.36 declares it for C alone
+    if (rank.descriptor < 0) return failed("cannot watch rank ", rank.rank, ": ", std::strerror(errno));
+    return absl::OkStatus();
+  }
+
+  static void reap(Rank& rank) {
+    int status = 0;
+    PARVL_CHECK(::waitpid(rank.pid, &status, 0) == rank.pid, "a rank that nobody can wait for");
+    rank.ended = status;
+    ::kill(-rank.pid, SIGKILL);  // what it started and left
+  }
+
+  void signal_all(int signal) {
+    for (const Rank& rank : ranks_) {
+      if (!rank.ended.has_value()) ::kill(signal == SIGKILL ? -rank.pid : rank.pid, signal);
+    }
+  }
+
+  const LaunchOptions& options_;
+  const int64_t attempt_;
+  std::vector<Rank> ranks_;
+};
+
+std::string how_it_ended(const Rank& rank) {
+  const int status = *rank.ended;
+  return WIFSIGNALED(status) ? absl::StrCat("rank ", rank.rank, " was ended by ", ::strsignal(WTERMSIG(status)))
+                             : absl::StrCat("rank ", rank.rank, " ended with exit code ", WEXITSTATUS(status));
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOptions& options, int64_t local_rank,
+                                                                  int64_t port, int64_t attempt) {
+  const auto text = [](int64_t value) { return absl::StrCat(value); };
+  return {{"RANK", text(options.node * options.processes + local_rank)},
+          {"LOCAL_RANK", text(local_rank)},
+          {"WORLD_SIZE", text(options.nodes * options.processes)},
+          {"LOCAL_WORLD_SIZE", text(options.processes)},
+          {"GROUP_RANK", text(options.node)},
+          {"MASTER_ADDR", options.master_host},
+          {"MASTER_PORT", text(port)},
+          {"TORCHELASTIC_RESTART_COUNT", text(attempt)},
+          {"TORCHELASTIC_MAX_RESTARTS", text(options.max_restarts)}};
+}
+
+absl::Status supervise(const LaunchOptions& options) {
+  PARVL_CHECK(!options.command.empty() && options.processes >= 1, "nothing to launch");
+  bool stopped = false;
+  for (int64_t attempt = 0;; ++attempt) {
+    Attempt run(options, attempt);
+    PARVL_RETURN_IF_ERROR(run.start());
+    const Rank* bad = nullptr;
+    PARVL_RETURN_IF_ERROR(run.watch(bad, stopped));
+    if (bad == nullptr) return absl::OkStatus();
+    const std::string what = how_it_ended(*bad);
+    if (WIFEXITED(*bad->ended) && WEXITSTATUS(*bad->ended) == 2) return invalid(what, "; its last line says why");
+    if (stopped || attempt == options.max_restarts) {
+      return failed(what, options.max_restarts > 0 ? absl::StrCat(" after ", attempt, " restarts") : "",
+                    "; the others were ended");
+    }
+    if (options.log) options.log(absl::StrCat(what, "; restart ", attempt + 1, " of ", options.max_restarts));
+  }
+}
+
+}  // namespace parvl
