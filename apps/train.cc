@@ -1,4 +1,4 @@
-// parvl train: a recipe on one process.
+// parvl train: a recipe, on one process or as one rank of several.
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "apps/communicator.h"
 #include "commands.h"
 #include "parvl/base/env.h"
 #include "parvl/base/signal.h"
@@ -34,13 +35,9 @@ absl::Status run_train(const TrainOptions& options, const Context& context) {
   if (options.dry_run) return not_available_yet("train --dry-run (it comes with parallel training)");
   // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
-  const std::string world = get_env("WORLD_SIZE", "1");
-  if (world != "1") {
-    return invalid("WORLD_SIZE is ", excerpt(world),
-                   ", but the recipe's layout has 1 rank; start one process (training on ",
-                   "several ranks is not available yet)");
-  }
+  PARVL_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> communicator, communicator_from_environment());
   TrainerEnvironment environment;
+  environment.communicator = communicator.get();
   environment.clock = &context.clock;
   environment.base_dir = std::filesystem::absolute(options.config).parent_path().string();
   environment.stop_requested = [&signal] { return signal.requested(); };

@@ -13,8 +13,6 @@ struct UnavailableCommand {
 
 // Commands of the contract that are not built yet. A line goes when its file comes.
 constexpr UnavailableCommand kUnavailable[] = {
-    {"launch", "Starts a training on several processes"},
-    {"verify", "Compares a layout's gradients with one process"},
     {"profile", "Measures each module's time, memory and communication"},
     {"plan", "Chooses parallelism, pool sizes and placement"},
     {"simulate", "Runs a trace through the scheduler without devices"},

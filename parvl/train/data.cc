@@ -90,16 +90,21 @@ struct BatchLoader::Impl {
   bool claim(int64_t& position, int64_t& index) {
     std::unique_lock<std::mutex> lock(mutex);
     const int64_t end = options.last_step * options.global_batch;
+    // Another replica's samples are passed over.
+    const auto next = [&] {
+      while (fill_position < end && !options.share.has(fill_position % options.global_batch)) ++fill_position;
+      return fill_position;
+    };
     may_fill.wait(lock, [&] {
-      return stop || fill_position >= end || fill_position / options.global_batch < take_step + options.prefetch_steps;
+      return stop || next() >= end || next() / options.global_batch < take_step + options.prefetch_steps;
     });
     if (stop || fill_position >= end) return false;
     position = fill_position++;
     index = order.at(position);
     Slot& slot = slots[position / options.global_batch];
     if (slot.samples.empty()) {
-      slot.samples.resize(static_cast<size_t>(options.global_batch));
-      slot.missing = options.global_batch;
+      slot.missing = options.global_batch / options.share.replicas;
+      slot.samples.resize(static_cast<size_t>(slot.missing));
     }
     return true;
   }
@@ -109,7 +114,7 @@ struct BatchLoader::Impl {
     const int64_t place = position % options.global_batch;
     Slot& slot = slots[position / options.global_batch];
     if (prompt.ok()) {
-      slot.samples[static_cast<size_t>(place)] = *std::move(prompt);
+      slot.samples[static_cast<size_t>(options.share.own_place(place))] = *std::move(prompt);
     } else if (slot.error.ok() || place < slot.error_place) {
       slot.error = prompt.status();
       slot.error_place = place;

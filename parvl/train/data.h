@@ -60,15 +60,28 @@ struct PrepareOptions {
 absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts,
                                       const PrepareOptions& options, int64_t position, ImageCache* images = nullptr);
 
-// All samples of one step, in order; a micro batch is a run of `micro_batch` of them.
+// The samples of one step that one replica trains on, in order; a micro batch is a run of `micro_batch` of them.
 struct GlobalBatch {
   int64_t step = 0;
   std::vector<Prompt> samples;
 };
 
+// Which samples of a global batch are a replica's: micro batches are dealt out in turn, so that micro batch m of the
+// whole batch is the same samples whatever the number of replicas.
+struct BatchShare {
+  int64_t micro_batch = 1;
+  int64_t replica = 0, replicas = 1;
+  bool has(int64_t place) const { return place / micro_batch % replicas == replica; }
+  // The place among its own.
+  int64_t own_place(int64_t place) const {
+    return place / (micro_batch * replicas) * micro_batch + place % micro_batch;
+  }
+};
+
 struct LoaderOptions {
   PrepareOptions prepare;
-  int64_t global_batch = 16;
+  int64_t global_batch = 16;  // with more than one replica a multiple of micro_batch · replicas
+  BatchShare share;           // only these are prepared
   uint64_t shuffle_seed = 0;
   int64_t first_step = 0;  // where a resumed run goes on
   int64_t last_step = 0;   // one past the last

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <utility>
+
+#include "parvl/nn/tensor_buffer.h"
 
 namespace parvl {
 namespace {
@@ -44,17 +47,21 @@ std::pair<double, double> settings(const ParamTable& params, const Param& param,
   return {lr, param.is_matrix() ? decay : 0.0};
 }
 
-void allocate_group(OptimGroupState& group, const OptimRecipe& optim, at::ScalarType master_type,
+void allocate_group(OptimGroupState& group, const OptimRecipe& optim, bool zero1, at::ScalarType master_type,
                     at::ScalarType value_type, at::Device device) {
   int64_t total = 0;
   for (const Param* param : group.params) {
     group.offsets.push_back(total);
     total += param->numel();
   }
+  const int64_t parts = group.data == nullptr || !zero1 ? 1 : group.data->size();
+  group.part_size = (total + parts - 1) / parts;
+  group.part_begin = parts == 1 ? 0 : group.data->rank() * group.part_size;
+  total = group.part_size * parts;
   const auto options = at::TensorOptions().dtype(master_type).device(device);
-  group.master = at::empty({total}, options);
+  group.master = at::zeros({total}, options);
   group.grad = at::zeros({total}, options);
-  group.value = value_type == master_type ? group.master : at::empty({total}, options.dtype(value_type));
+  group.value = value_type == master_type ? group.master : at::zeros({total}, options.dtype(value_type));
   if (optim.name == "adamw") {
     group.moment1 = at::zeros({total}, options);
     group.moment2 = at::zeros({total}, options);
@@ -73,14 +80,24 @@ void allocate_group(OptimGroupState& group, const OptimRecipe& optim, at::Scalar
   }
 }
 
+// The part of a flat tensor that this rank updates.
+at::Tensor own(const OptimGroupState& group, const at::Tensor& flat) {
+  return flat.narrow(0, group.part_begin, group.part_size);
+}
+
+// The same of a tensor that may be cut already.
+at::Tensor own_state(const OptimGroupState& group, const at::Tensor& state) {
+  return !state.defined() || state.size(0) == group.part_size ? state : own(group, state);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params, const Recipe& recipe, DType dtype,
-                                                             at::Device device) {
+                                                             at::Device device, const OptimizerRanks& ranks) {
   PARVL_RETURN_IF_ERROR(check_patterns(params, recipe));
   const at::ScalarType value_type = to_scalar_type(dtype);
   const at::ScalarType master_type = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
-  std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim));
+  std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim, ranks.zero1));
   std::map<std::tuple<Module, double, double>, size_t> index;  // one module a group: later each has its own mesh
   for (Param* param : params.owned()) {
     if (frozen(params, *param, recipe.train)) {
@@ -95,51 +112,123 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
       optimizer->groups_.emplace_back();
       optimizer->groups_.back().lr = lr;
       optimizer->groups_.back().weight_decay = weight_decay;
+      if (ranks.data) optimizer->groups_.back().data = ranks.data(param->module);
     }
     optimizer->groups_[it->second].params.push_back(param);
   }
   if (optimizer->groups_.empty()) return invalid("train.freeze leaves no parameter to train");
   for (OptimGroupState& group : optimizer->groups_)
-    allocate_group(group, recipe.optim, master_type, value_type, device);
+    allocate_group(group, recipe.optim, ranks.zero1, master_type, value_type, device);
   params.link_tied();
   return optimizer;
+}
+
+void Optimizer::shard() {
+  if (!zero1_ || std::exchange(sharded_, true)) return;
+  for (OptimGroupState& group : groups_) {
+    if (group.data == nullptr) continue;
+    for (at::Tensor* state : {&group.moment1, &group.moment2}) {
+      if (state->defined()) *state = own(group, *state).clone();
+    }
+    if (group.value.is_same(group.master)) continue;
+    group.master = own(group, group.master).clone();
+    for (Param* param : group.params) param->master = param->value;
+  }
+}
+
+void Optimizer::unshard() {
+  if (!std::exchange(sharded_, false)) return;
+  for (OptimGroupState& group : groups_) {
+    if (group.data == nullptr) continue;
+    const auto gather = [&](at::Tensor& state) {
+      const at::Tensor whole = at::empty({group.part_size * group.data->size()}, state.options());
+      wait(group.data->all_gather(buffer_of(state), buffer_of(whole)));
+      state = whole;
+    };
+    if (group.moment1.defined()) gather(group.moment1);
+    if (group.moment2.defined()) gather(group.moment2);
+    if (group.value.is_same(group.master)) continue;
+    gather(group.master);
+    for (size_t i = 0; i < group.params.size(); ++i) {
+      Param& param = *group.params[i];
+      param.master = group.master.narrow(0, group.offsets[i], param.numel()).view(param.shape);
+    }
+  }
 }
 
 void Optimizer::zero_grad() {
   for (OptimGroupState& group : groups_) group.grad.zero_();
 }
 
-at::Tensor Optimizer::grad_norm() const {
-  std::vector<at::Tensor> norms;
-  for (const OptimGroupState& group : groups_)
-    norms.push_back(at::linalg_vector_norm(group.grad, 2, at::OptionalIntArrayRef{}, false, at::kDouble));
-  return at::linalg_vector_norm(at::stack(norms), 2);
+void Optimizer::reduce_grads() {
+  for (OptimGroupState& group : groups_) {
+    if (group.data == nullptr) continue;
+    if (!zero1_) {
+      wait(group.data->all_reduce(buffer_of(group.grad), ReduceOp::kSum));
+      continue;
+    }
+    const at::Tensor part = at::empty({group.part_size}, group.grad.options());
+    wait(group.data->reduce_scatter(buffer_of(group.grad), buffer_of(part)));
+    own(group, group.grad).copy_(part);
+  }
 }
 
-void Optimizer::scale_grads(const at::Tensor& factor) {
-  for (OptimGroupState& group : groups_) group.grad.mul_(factor.to(group.grad.scalar_type()));
+at::Tensor Optimizer::grad_norm() const {
+  std::vector<at::Tensor> squares;
+  for (const OptimGroupState& group : groups_) {
+    const at::Tensor norm =
+        at::linalg_vector_norm(own(group, group.grad), 2, at::OptionalIntArrayRef{}, false, at::kDouble);
+    at::Tensor square = norm.square().view({1});
+    if (zero1_ && group.data != nullptr) wait(group.data->all_reduce(buffer_of(square), ReduceOp::kSum));
+    squares.push_back(square);
+  }
+  return at::cat(squares).sum().sqrt();
+}
+
+void Optimizer::gather_grads() {
+  for (OptimGroupState& group : groups_) {
+    if (!zero1_ || group.data == nullptr) continue;
+    const at::Tensor part = own(group, group.grad).clone();
+    wait(group.data->all_gather(buffer_of(part), buffer_of(group.grad)));
+  }
+}
+
+void Optimizer::scale_grads(double factor) {
+  for (OptimGroupState& group : groups_) own(group, group.grad).mul_(factor);
 }
 
 void Optimizer::step(double lr_factor) {
   at::NoGradGuard no_grad;
   for (OptimGroupState& group : groups_) {
     const double lr = group.lr * lr_factor;
+    const at::Tensor master = own_state(group, group.master), grad = own(group, group.grad);
+    const at::Tensor moment1 = own_state(group, group.moment1), moment2 = own_state(group, group.moment2);
     if (recipe_.name == "adamw") {
       group.updates.add_(1);
-      at::_fused_adamw_({group.master}, {group.grad}, {group.moment1}, {group.moment2}, {}, {group.updates}, lr,
-                        recipe_.betas.first, recipe_.betas.second, group.weight_decay, recipe_.eps, /*amsgrad=*/false,
-                        /*maximize=*/false);
+      at::_fused_adamw_({master}, {grad}, {moment1}, {moment2}, {}, {group.updates}, lr, recipe_.betas.first,
+                        recipe_.betas.second, group.weight_decay, recipe_.eps, /*amsgrad=*/false, /*maximize=*/false);
       continue;
     }
     // Weight decay adds to the gradient, then momentum (Sutskever et al., 2013, in PyTorch's form).
-    at::Tensor update = group.grad;
-    if (group.weight_decay != 0) update = update.add(group.master, group.weight_decay);
-    if (recipe_.momentum != 0) update = group.moment1.mul_(recipe_.momentum).add_(update);
-    group.master.sub_(update, lr);
+    at::Tensor update = grad;
+    if (group.weight_decay != 0) update = update.add(master, group.weight_decay);
+    if (recipe_.momentum != 0) update = moment1.mul_(recipe_.momentum).add_(update);
+    master.sub_(update, lr);
   }
   ++steps_done_;
   ++updates_done_;
-  refresh_values();
+  share_values();
+}
+
+// Each rank's part of the values to all.
+void Optimizer::share_values() {
+  for (OptimGroupState& group : groups_) {
+    const bool one = group.value.is_same(group.master);
+    if (!one) own(group, group.value).copy_(own_state(group, group.master));
+    if (!zero1_ || group.data == nullptr) continue;
+    const at::Tensor part = own(group, group.value).clone();
+    wait(group.data->all_gather(buffer_of(part), buffer_of(group.value)));
+  }
 }
 
 void Optimizer::refresh_values() {

@@ -1,11 +1,17 @@
 // AdamW and SGD over flat memory: the trained parameters of one group (same learning rate and weight decay) lie one
-// after another, so a step is a few kernels whatever the number of parameters, and sharding it later cuts one tensor.
+// after another, so a step is a few kernels whatever the number of parameters, and sharding it cuts one tensor.
+//
+// Data parallel: a group's gradients are summed over the ranks of its module's data group. With ZeRO-1 (Rajbhandari et
+// al., "ZeRO", 2020, stage 1) each of these ranks keeps the optimizer's state of one part of the flat tensor, updates
+// that part and gives its values to the others.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "parvl/comm/process_group.h"
 #include "parvl/nn/param.h"
 #include "parvl/train/recipe.h"
 
@@ -21,6 +27,15 @@ struct OptimGroupState {
   at::Tensor value;              // flat in the compute dtype; master itself when the dtypes agree
   at::Tensor moment1, moment2;   // AdamW; SGD with momentum uses moment1
   at::Tensor updates;            // AdamW's count of updates, a float scalar on the device
+  ProcessGroup* data = nullptr;  // the ranks with these parameters and other samples; null: none
+  // The part that this rank updates: all of it without ZeRO-1. The flat tensors are padded so that parts are equal.
+  int64_t part_begin = 0, part_size = 0;
+};
+
+// Where a parameter's gradient is summed, and how the state is kept.
+struct OptimizerRanks {
+  std::function<ProcessGroup*(Module)> data;  // null, or gives null: only here. Borrowed
+  bool zero1 = false;
 };
 
 // Not thread-safe.
@@ -31,13 +46,24 @@ class Optimizer {
   // Parameters that share a tensor are one parameter that goes by all their names. A pattern of `freeze` or `groups`
   // that matches no parameter, or nothing left to train, is InvalidArgument.
   static absl::StatusOr<std::unique_ptr<Optimizer>> create(ParamTable& params, const Recipe& recipe, DType dtype,
-                                                           at::Device device);
+                                                           at::Device device, const OptimizerRanks& ranks = {});
+
+  // With ZeRO-1: from here on this rank keeps the state of its own part alone: moments, and masters beside 16-bit
+  // values (those parameters' `master` is their value then). Nothing else changes anything.
+  void shard();
+  // The whole state on every rank again, to save it. All ranks of the data groups call it.
+  void unshard();
 
   void zero_grad();
-  // √Σ gradient², each element once, as a scalar on the device (float64).
+  // Sums the gradients over the data groups: every rank has all of them, or with ZeRO-1 its own part. All ranks call
+  // it.
+  void reduce_grads();
+  // All gradients on every rank also with ZeRO-1, to look at them. After reduce_grads, by all ranks.
+  void gather_grads();
+  // √Σ gradient², each element once, as a scalar on the device (float64). After reduce_grads, and with ZeRO-1 by all
+  // ranks.
   at::Tensor grad_norm() const;
-  // Scales all gradients by `factor` (a scalar on the device).
-  void scale_grads(const at::Tensor& factor);
+  void scale_grads(double factor);
   // One update with learning rates times `lr_factor`, then the values are refreshed from the masters.
   void step(double lr_factor);
   // A step that had nothing to learn from: it counts for the schedule; weights, moments and their bias correction stay.
@@ -51,8 +77,11 @@ class Optimizer {
   void set_progress(int64_t steps_done, int64_t updates_done);
 
  private:
-  explicit Optimizer(const OptimRecipe& recipe) : recipe_(recipe) {}
+  void share_values();
+
+  Optimizer(const OptimRecipe& recipe, bool zero1) : recipe_(recipe), zero1_(zero1) {}
   OptimRecipe recipe_;
+  bool zero1_ = false, sharded_ = false;
   std::vector<OptimGroupState> groups_;
   int64_t steps_done_ = 0;
   int64_t updates_done_ = 0;

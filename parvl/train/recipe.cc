@@ -35,7 +35,7 @@ void read_source(ConfigReader& data, const std::string& base, const std::string&
   }
 }
 
-absl::Status read_data(ConfigReader& root, const std::string& base, DataRecipe& out) {
+absl::Status read_data(ConfigReader& root, const std::string& base, int64_t replicas, DataRecipe& out) {
   ConfigReader data = root.section("data");
   read_source(data, base, "train", out.train);
   read_source(data, base, "eval", out.eval);
@@ -45,10 +45,11 @@ absl::Status read_data(ConfigReader& root, const std::string& base, DataRecipe& 
   data.integer("max_length", out.max_length, 0);
   data.choice("augment", out.augment, {"none", "dihedral"});
   if (out.train.empty()) data.fail("train", "is missing; give it a FILE.jsonl or easy-vqa:train");
-  if (out.global_batch % out.micro_batch != 0) {
+  if (out.global_batch % (out.micro_batch * replicas) != 0) {
     const std::string& key = data.has("global_batch") ? "global_batch" : "micro_batch";
+    const std::string dp = replicas > 1 ? absl::StrCat(" · dp (", replicas, ")") : "";
     data.fail(key, absl::StrCat("does not fit: global_batch (", out.global_batch,
-                                ") must be a multiple of micro_batch (", out.micro_batch, ")"));
+                                ") must be a multiple of micro_batch (", out.micro_batch, ")", dp));
   }
   return data.finish();
 }
@@ -137,10 +138,10 @@ absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<st
   for (const char* section : {"data", "optim", "train", "parallel"}) root.kind(section);  // known keys, read below
   PARVL_RETURN_IF_ERROR(root.finish());
   for (std::string* file : {&recipe.model, &recipe.config, &recipe.tokenizer}) *file = resolve(base, *file);
-  PARVL_RETURN_IF_ERROR(read_data(root, base, recipe.data));
+  PARVL_ASSIGN_OR_RETURN(recipe.parallel, read_parallel(root));
+  PARVL_RETURN_IF_ERROR(read_data(root, base, recipe.parallel.llm.dp, recipe.data));
   PARVL_RETURN_IF_ERROR(read_optim(root, recipe.optim));
   PARVL_RETURN_IF_ERROR(read_train(root, base, recipe.train));
-  PARVL_RETURN_IF_ERROR(check_parallel(root));
   return recipe;
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "parvl/base/parallel_spec.h"
 #include "parvl/base/status.h"
 
 namespace parvl {
@@ -59,11 +60,11 @@ struct Recipe {
   DataRecipe data;
   OptimRecipe optim;
   TrainRecipe train;
+  ParallelSpec parallel;
 };
 
 // Reads FILE and applies `--set key=value` overrides (dotted keys, YAML values) in order. Errors name file, line and
-// key, and say what would be valid. A `parallel` section that asks for more than one process is refused as not
-// available yet.
+// key, and say what would be valid. A layout that is not built yet is Unimplemented.
 absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<std::string>& overrides);
 
 // The learning rate at `step` (0-based) as a share of the group's lr: linear warm-up over warmup_steps, then constant,

@@ -9,17 +9,8 @@ namespace {
 
 constexpr int64_t kMaxDegree = 1 << 16;
 
-struct ModuleLayout {
-  int64_t dp = 1, tp = 1, pp = 1, sp = 1, ep = 1;
-  int64_t ranks = 0;  // 0: shares the LLM's ranks
-  int64_t virtual_stages = 1;
-  std::vector<int64_t> stages;
-  bool degrees_given = false;
-  int64_t product() const { return dp * tp * pp * sp; }
-};
-
 struct Checker {
-  // The first key that asks for more than one process, as a finished sentence.
+  // The first key that asks for what is not built yet, as a finished sentence.
   std::string unavailable;
 
   void note(const std::string& where, const std::string& found, const std::string& fix) {
@@ -27,12 +18,16 @@ struct Checker {
   }
 };
 
-absl::Status read_module(ConfigReader module, const ModuleLayout* llm, Checker& checker, ModuleLayout& out) {
+// nullopt when the section gives no degree and no ranks.
+absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader module, const ModuleLayout* llm,
+                                                        Checker& checker) {
+  ModuleLayout out;
+  bool degrees_given = false;
   const std::pair<const char*, int64_t*> degrees[] = {
       {"dp", &out.dp}, {"tp", &out.tp}, {"pp", &out.pp}, {"sp", &out.sp}, {"ep", &out.ep}};
   for (const auto& [key, value] : degrees) {
     module.integer(key, *value, 1, kMaxDegree);
-    out.degrees_given = out.degrees_given || module.has(key);
+    degrees_given = degrees_given || module.has(key);
   }
   if (llm != nullptr) module.integer("ranks", out.ranks, 1, kMaxDegree);
   module.integer("virtual_stages", out.virtual_stages, 1, kMaxDegree);
@@ -45,7 +40,7 @@ absl::Status read_module(ConfigReader module, const ModuleLayout* llm, Checker& 
                                        out.pp * out.virtual_stages));
   }
   const int64_t covered = out.ranks > 0 ? out.ranks : llm != nullptr ? llm->product() : out.product();
-  if (out.degrees_given && out.product() != covered) {
+  if (degrees_given && out.product() != covered) {
     std::string first;
     for (const auto& [key, value] : degrees) {
       if (first.empty() && module.has(key)) first = key;
@@ -55,37 +50,41 @@ absl::Status read_module(ConfigReader module, const ModuleLayout* llm, Checker& 
   }
   PARVL_RETURN_IF_ERROR(module.finish());
   for (const auto& [key, value] : degrees) {
-    if (*value != 1) checker.note(module.where(key), absl::StrCat("= ", *value), "leave it out or set it to 1");
+    if (*value != 1 && std::string(key) != "dp")
+      checker.note(module.where(key), absl::StrCat("= ", *value), "leave it out or set it to 1");
   }
   if (out.ranks > 0) checker.note(module.where("ranks"), absl::StrCat("= ", out.ranks), "leave it out");
   if (out.virtual_stages != 1)
     checker.note(module.where("virtual_stages"), absl::StrCat("= ", out.virtual_stages), "leave it out");
   if (!out.stages.empty()) checker.note(module.where("stages"), "(pipeline stages)", "leave it out");
-  return absl::OkStatus();
+  if (!degrees_given && out.ranks == 0) return std::optional<ModuleLayout>();
+  if (!degrees_given) out.dp = out.ranks;
+  return std::optional<ModuleLayout>(out);
 }
 
 }  // namespace
 
-absl::Status check_parallel(ConfigReader& recipe) {
+absl::StatusOr<ParallelSpec> read_parallel(ConfigReader& recipe) {
   ConfigReader parallel = recipe.section("parallel");
   Checker checker;
-  ModuleLayout llm;
+  ParallelSpec out;
   const bool alias = parallel.has("llm");
   if (alias && parallel.has("llm_backbone")) parallel.fail("llm", "is an alias of llm_backbone; give one of them");
   for (const char* key : {"llm_backbone", "vision_encoder", "audio_encoder", "projector"}) parallel.kind(key);
-  int64_t zero = 0;
-  std::string schedule = "1f1b";
-  parallel.integer("zero", zero, 0, 3);
-  parallel.choice("schedule", schedule, {"1f1b", "interleaved", "zero-bubble"});
+  parallel.integer("zero", out.zero, 0, 3);
+  parallel.choice("schedule", out.schedule, {"1f1b", "interleaved", "zero-bubble"});
   PARVL_RETURN_IF_ERROR(parallel.finish());
-  PARVL_RETURN_IF_ERROR(read_module(parallel.section(alias ? "llm" : "llm_backbone"), nullptr, checker, llm));
-  for (const char* key : {"vision_encoder", "audio_encoder", "projector"}) {
-    ModuleLayout module;
-    PARVL_RETURN_IF_ERROR(read_module(parallel.section(key), &llm, checker, module));
-  }
-  if (zero != 0) checker.note(parallel.where("zero"), absl::StrCat("= ", zero), "leave it out or set it to 0");
-  if (schedule != "1f1b") checker.note(parallel.where("schedule"), "= " + schedule, "leave it out or set it to 1f1b");
-  return checker.unavailable.empty() ? absl::OkStatus() : absl::UnimplementedError(checker.unavailable);
+  PARVL_ASSIGN_OR_RETURN(const auto llm,
+                         read_module(parallel.section(alias ? "llm" : "llm_backbone"), nullptr, checker));
+  if (llm.has_value()) out.llm = *llm;
+  PARVL_ASSIGN_OR_RETURN(out.vision_encoder, read_module(parallel.section("vision_encoder"), &out.llm, checker));
+  PARVL_ASSIGN_OR_RETURN(out.audio_encoder, read_module(parallel.section("audio_encoder"), &out.llm, checker));
+  PARVL_ASSIGN_OR_RETURN(out.projector, read_module(parallel.section("projector"), &out.llm, checker));
+  if (out.zero > 1) checker.note(parallel.where("zero"), absl::StrCat("= ", out.zero), "set it to 0 or 1");
+  if (out.schedule != "1f1b")
+    checker.note(parallel.where("schedule"), "= " + out.schedule, "leave it out or set it to 1f1b");
+  if (!checker.unavailable.empty()) return absl::UnimplementedError(checker.unavailable);
+  return out;
 }
 
 }  // namespace parvl

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <thread>
 #include <utility>
@@ -38,31 +39,39 @@ absl::Status Trainer::run() {
   return status;
 }
 
-absl::Status Trainer::train_loop() {
-  const int64_t last = recipe_.train.steps;
+std::unique_ptr<BatchLoader> Trainer::make_loader() const {
   LoaderOptions options;
   options.prepare.augment = recipe_.data.augment;
   options.prepare.seed = recipe_.data.shuffle_seed;
   options.prepare.max_length = recipe_.data.max_length;
   options.global_batch = recipe_.data.global_batch;
+  options.share = ranks_->share(recipe_.data.micro_batch);
   options.shuffle_seed = recipe_.data.shuffle_seed;
   options.first_step = optimizer_->steps_done();
-  options.last_step = last;
+  options.last_step = recipe_.train.steps;
   const int half = std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 1, 8);
   options.threads = env_.loader_threads > 0 ? env_.loader_threads : half;
-  BatchLoader loader(train_set_, prompts_, options);
+  return std::make_unique<BatchLoader>(train_set_, prompts_, options);
+}
+
+absl::Status Trainer::train_loop() {
+  const int64_t last = recipe_.train.steps;
+  const std::unique_ptr<BatchLoader> loader = make_loader();
   if (optimizer_->steps_done() == last)
     output_->line(absl::StrCat("all ", last, " steps are done; raise train.steps to go on"));
   absl::Status ended;
-  while (ended.ok() && optimizer_->steps_done() < last && !stopping()) {
+  while (ended.ok() && optimizer_->steps_done() < last) {
+    PARVL_ASSIGN_OR_RETURN(const bool stop, all_stopping());
+    if (stop) break;
     // Caught here, where the steps before can still be saved.
     ended = catch_exceptions(absl::StrCat("step ", optimizer_->steps_done() + 1, " failed"),
-                             [&] { return next_step(loader); });
+                             [&] { return next_step(*loader); });
     const int64_t every = recipe_.train.checkpoint_every, done = optimizer_->steps_done();
     if (!ended.ok() || !((every > 0 && done % every == 0) || done == last)) continue;
     PARVL_RETURN_IF_ERROR(save());
-    if (!stopping()) PARVL_RETURN_IF_ERROR(evaluate());
+    PARVL_RETURN_IF_ERROR(evaluate());
   }
+  if (!ended.ok()) ranks_->abort(std::string(ended.message()));
   PARVL_RETURN_IF_ERROR(save_the_rest(ended));
   if (optimizer_->steps_done() == last) return absl::OkStatus();
   const bool continues = recipe_.train.resume == "auto" || recipe_.train.resume == "must";
@@ -75,9 +84,17 @@ absl::Status Trainer::train_loop() {
 // Saves the steps that no checkpoint holds yet. Gives `ended` back; a failure to save only adds to its message.
 absl::Status Trainer::save_the_rest(const absl::Status& ended) {
   if (!worth_saving_ || optimizer_->steps_done() <= std::max<int64_t>(0, saved_step_)) return ended;
+  if (!ended.ok() && ranks_->world() > 1) return ended;  // the state lies on ranks that may be gone
   const absl::Status saved = catch_exceptions("saving failed", [&] { return save(); });
   if (saved.ok() || ended.ok()) return ended.ok() ? saved : ended;
   return absl::Status(ended.code(), absl::StrCat(ended.message(), "; after that, ", saved.message()));
+}
+
+// Whether any rank was asked to stop.
+absl::StatusOr<bool> Trainer::all_stopping() const {
+  double asked = stopping() ? 1 : 0;
+  PARVL_RETURN_IF_ERROR(ranks_->sum(absl::MakeSpan(&asked, 1)));
+  return asked > 0;
 }
 
 // Once a run: whose every batch is so learns nothing, and nothing else would show it.
@@ -97,24 +114,26 @@ void Trainer::warn_of_no_targets() {
 absl::Status Trainer::next_step(BatchLoader& loader) {
   const double start = env_.clock->now_seconds();
   output_->working("preparing data");
-  PARVL_ASSIGN_OR_RETURN(const GlobalBatch batch, loader.next());
+  const absl::StatusOr<GlobalBatch> batch = loader.next();
+  PARVL_RETURN_IF_ERROR(ranks_->agree(batch.status()));
   output_->working("training");
-  PARVL_ASSIGN_OR_RETURN(const StepResult result, train_step(batch));
+  PARVL_ASSIGN_OR_RETURN(const StepResult result, train_step(*batch));
   if (result.targets == 0) warn_of_no_targets();
   return after_step(result, env_.clock->now_seconds() - start);
 }
 
-absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
+absl::StatusOr<StepResult> Trainer::compute_gradients(const GlobalBatch& batch) {
   StepResult result;
+  std::array<double, 2> counts = {0, 0};  // targets and tokens, of all ranks
   for (const Prompt& prompt : batch.samples) {
     // A first token has nothing before it that could predict it.
-    for (size_t i = 1; i < prompt.is_target.size(); ++i) result.targets += prompt.is_target[i];
-    result.tokens += static_cast<int64_t>(prompt.ids.size());
+    for (size_t i = 1; i < prompt.is_target.size(); ++i) counts[0] += prompt.is_target[i];
+    counts[1] += static_cast<double>(prompt.ids.size());
   }
-  if (result.targets == 0) {
-    optimizer_->skip_step();
-    return result;
-  }
+  PARVL_RETURN_IF_ERROR(ranks_->sum(absl::MakeSpan(counts)));
+  result.targets = static_cast<int64_t>(counts[0]);
+  result.tokens = static_cast<int64_t>(counts[1]);
+  if (result.targets == 0) return result;
   optimizer_->zero_grad();
   at::Tensor loss = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device_));
   const size_t micro = static_cast<size_t>(recipe_.data.micro_batch);
@@ -130,17 +149,31 @@ absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
     shape.loss_tokens = packed.num_targets;
     result.flops += training_flops(model_->spec(), shape);
   }
-  const at::Tensor norm = optimizer_->grad_norm();
-  if (recipe_.optim.clip_norm > 0) optimizer_->scale_grads((recipe_.optim.clip_norm / (norm + 1e-6)).clamp_max(1.0));
-  const at::Tensor figures = at::stack({loss, norm}).cpu();
-  result.loss = figures[0].item<double>();
+  optimizer_->reduce_grads();
+  const at::Tensor figures = at::stack({loss, optimizer_->grad_norm()}).cpu();
+  std::array<double, 2> sums = {figures[0].item<double>(), result.flops};
+  PARVL_RETURN_IF_ERROR(ranks_->sum(absl::MakeSpan(sums)));
+  result.loss = sums[0];
+  result.flops = sums[1];
   result.grad_norm = figures[1].item<double>();
+  return result;
+}
+
+absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
+  PARVL_ASSIGN_OR_RETURN(const StepResult result, compute_gradients(batch));
+  if (result.targets == 0) {
+    optimizer_->skip_step();
+    return result;
+  }
   const int64_t step = optimizer_->steps_done();
   if (!std::isfinite(result.loss) || !std::isfinite(result.grad_norm)) {
     worth_saving_ = false;  // going on from there would only end the same way
     return failed("step ", step + 1, ": the loss is ", result.loss, " and the gradient norm ", result.grad_norm,
                   ", not finite, so this step's update was not made; lower optim.lr, raise optim.warmup_steps or set "
                   "optim.clip_norm");
+  }
+  if (recipe_.optim.clip_norm > 0 && recipe_.optim.clip_norm < result.grad_norm + 1e-6) {
+    optimizer_->scale_grads(recipe_.optim.clip_norm / (result.grad_norm + 1e-6));
   }
   worth_saving_ = false;  // stays so when the update throws half-way
   optimizer_->step(lr_factor(recipe_.optim, step, recipe_.train.steps));
@@ -177,11 +210,15 @@ absl::Status Trainer::save() {
   contents.run = run_;
   contents.identity = identity_;
   contents.copy_from = recipe_.model.empty() ? recipe_.tokenizer : recipe_.model;
-  const auto dir = save_checkpoint(recipe_.train.out, dtype_, contents);
+  optimizer_->unshard();
+  absl::StatusOr<std::string> dir = checkpoint_dir(recipe_.train.out, optimizer_->steps_done());
+  if (ranks_->is_first()) dir = save_checkpoint(recipe_.train.out, dtype_, contents);
   if (!dir.ok()) {
     const std::string last = saved_step_ > 0 ? absl::StrCat("; the one of step ", saved_step_, " is whole") : "";
-    return absl::Status(dir.status().code(), absl::StrCat(dir.status().message(), last));
+    dir = absl::Status(dir.status().code(), absl::StrCat(dir.status().message(), last));
   }
+  optimizer_->shard();
+  PARVL_RETURN_IF_ERROR(ranks_->agree(dir.status()));
   saved_step_ = optimizer_->steps_done();
   output_->line("saved " + *dir);
   output_->record({{"event", "saved"}, {"step", saved_step_}, {"path", *dir}});
@@ -191,6 +228,10 @@ absl::Status Trainer::save() {
 absl::Status Trainer::evaluate() {
   if (!eval_set_) return absl::OkStatus();
   output_->working("evaluating");
+  return ranks_->agree(ranks_->is_first() && !stopping() ? evaluate_here() : absl::OkStatus());
+}
+
+absl::Status Trainer::evaluate_here() {
   ScoreOptions options;
   options.batch = recipe_.data.micro_batch;
   options.max_length = recipe_.data.max_length;

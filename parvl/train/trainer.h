@@ -12,6 +12,7 @@
 #include "parvl/train/data.h"
 #include "parvl/train/optimizer.h"
 #include "parvl/train/recipe.h"
+#include "parvl/train/run_ranks.h"
 
 namespace parvl {
 
@@ -36,13 +37,14 @@ struct TrainerEnvironment {
       record;  // an object an event (step, saved, eval, resumed), for machines; may be empty
   bool terminal = false;
   int columns = 80;
-  int loader_threads = 0;  // that decode images; 0: half of the cores. Changes no result
+  int loader_threads = 0;                // that decode images; 0: half of the cores. Changes no result
+  Communicator* communicator = nullptr;  // to the run's other ranks; null: there are none
 };
 
 // A batch's sequences as the model reads them. Borrows the prompts' pixels.
 std::vector<SequenceInput> to_sequences(const std::vector<Prompt>& prompts, size_t begin, size_t end);
 
-// Not thread-safe.
+// Not thread-safe. With several ranks each has a Trainer of its own, and all make the same calls.
 class Trainer {
  public:
   static absl::StatusOr<std::unique_ptr<Trainer>> create(const Recipe& recipe, TrainerEnvironment environment);
@@ -53,15 +55,24 @@ class Trainer {
   // ends the run before it reaches the weights; nothing is saved then.
   absl::Status run();
 
-  // One optimizer step on one global batch; what `run` repeats. A batch without targets only counts.
+  // One optimizer step on one global batch, of which `batch` is this rank's share; what `run` repeats. A batch without
+  // targets only counts.
   absl::StatusOr<StepResult> train_step(const GlobalBatch& batch);
+  // The part of it before the update: loss, and in main_grad the gradients of the whole global batch (with ZeRO-1 only
+  // of this rank's part), not clipped. Nothing is computed for a batch without targets.
+  absl::StatusOr<StepResult> compute_gradients(const GlobalBatch& batch);
+  // Batches from the optimizer's step on.
+  std::unique_ptr<BatchLoader> make_loader() const;
   const Model& model() const { return *model_; }
   const Optimizer& optimizer() const { return *optimizer_; }
+  Optimizer& optimizer() { return *optimizer_; }
+  const RunRanks& ranks() const { return *ranks_; }
 
  private:
   Trainer(const Recipe& recipe, TrainerEnvironment environment);
   absl::Status set_up();
   absl::Status load_model_and_data();
+  absl::Status connect(const ModelSpec& spec);
   absl::Status check_eval_set();
   absl::Status resume();
   absl::Status train_loop();
@@ -71,7 +82,9 @@ class Trainer {
   absl::Status after_step(const StepResult& result, double seconds);
   absl::Status save();
   absl::Status evaluate();
+  absl::Status evaluate_here();
   bool stopping() const { return env_.stop_requested && env_.stop_requested(); }
+  absl::StatusOr<bool> all_stopping() const;
 
   Recipe recipe_;
   TrainerEnvironment env_;
@@ -79,6 +92,7 @@ class Trainer {
   at::Device device_ = at::kCPU;
   std::unique_ptr<OutputLock> lock_;
   std::unique_ptr<RunOutput> output_;
+  std::unique_ptr<RunRanks> ranks_;
   std::shared_ptr<const PromptBuilder> prompts_;
   std::shared_ptr<const Dataset> train_set_, eval_set_;
   std::unique_ptr<ImageCache> eval_images_;

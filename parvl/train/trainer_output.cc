@@ -36,7 +36,9 @@ void RunOutput::keep_alive() {
 }
 
 absl::Status RunOutput::begin(int64_t first_step) {
-  PARVL_ASSIGN_OR_RETURN(events_, EventWriter::create(recipe_.out, clock_.wall_seconds()));
+  if (options_.events) {
+    PARVL_ASSIGN_OR_RETURN(events_, EventWriter::create(recipe_.out, clock_.wall_seconds()));
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   progress_.emplace(clock_, progress_options(first_step), options_.write);
   return absl::OkStatus();
@@ -75,7 +77,7 @@ absl::Status RunOutput::step(const StepReport& report, const Json& more) {
 }
 
 absl::Status RunOutput::scalars(int64_t step, const std::vector<std::pair<std::string, double>>& values) {
-  return events_->scalars(step, clock_.wall_seconds(), values);
+  return events_ == nullptr ? absl::OkStatus() : events_->scalars(step, clock_.wall_seconds(), values);
 }
 
 void RunOutput::record(const Json& event) {

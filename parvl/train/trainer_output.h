@@ -23,6 +23,7 @@ struct RunOutputOptions {
   std::function<void(const Json&)> record;      // one object an event, for machines; may be empty
   bool terminal = false;
   int columns = 80;
+  bool events = true;  // whether there is a TensorBoard file
 };
 
 // Calls `write` and `record` one at a time, `write` also from a thread of its own that breaks a long silence, so that

@@ -117,15 +117,20 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(const Recipe& recipe, T
 }
 
 absl::Status Trainer::set_up() {
-  PARVL_ASSIGN_OR_RETURN(lock_, OutputLock::take(recipe_.train.out));
+  const bool first = env_.communicator == nullptr || env_.communicator->rank() == 0;
+  if (first) {
+    PARVL_ASSIGN_OR_RETURN(lock_, OutputLock::take(recipe_.train.out));
+  }
   PARVL_ASSIGN_OR_RETURN(dtype_, parse_dtype(recipe_.train.dtype));
   PARVL_ASSIGN_OR_RETURN(device_, select_device(recipe_.train.device));
   use_deterministic_kernels(device_);
-  output_ = std::make_unique<RunOutput>(*env_.clock, recipe_.train,
-                                        RunOutputOptions{env_.write, env_.record, env_.terminal, env_.columns});
+  RunOutputOptions output{env_.write, env_.record, env_.terminal, env_.columns};
+  if (!first) output = {[](std::string_view) {}, {}, false, 80, /*events=*/false};
+  output_ = std::make_unique<RunOutput>(*env_.clock, recipe_.train, std::move(output));
   run_ = env_.clock->wall_ns();
   PARVL_RETURN_IF_ERROR(load_model_and_data());
-  PARVL_RETURN_IF_ERROR(resume());
+  PARVL_RETURN_IF_ERROR(ranks_->agree(resume()));
+  optimizer_->shard();
   const int64_t done = optimizer_->steps_done();
   if (done > recipe_.train.steps) {
     return invalid("train.steps is ", recipe_.train.steps, ", but the resumed checkpoint already has ", done,
@@ -166,9 +171,11 @@ absl::Status Trainer::load_model_and_data() {
     PARVL_ASSIGN_OR_RETURN(eval_set_, Dataset::load(recipe_.data.eval, env_.base_dir));
     PARVL_RETURN_IF_ERROR(with_context(check_eval_set(), "data.eval"));
   }
+  PARVL_RETURN_IF_ERROR(connect(spec));
   output_->working("loading the model");
   model_ = Model::create(spec);
-  PARVL_ASSIGN_OR_RETURN(optimizer_, Optimizer::create(model_->params(), recipe_, dtype_, device_));
+  const OptimizerRanks ranks{[this](Module module) { return ranks_->data(module); }, recipe_.parallel.zero == 1};
+  PARVL_ASSIGN_OR_RETURN(optimizer_, Optimizer::create(model_->params(), recipe_, dtype_, device_, ranks));
   if (from_directory) {
     PARVL_RETURN_IF_ERROR(load_weights(*model_, recipe_.model));
   } else {
@@ -176,6 +183,13 @@ absl::Status Trainer::load_model_and_data() {
     optimizer_->refresh_values();
   }
   identity_ = identity_of(recipe_, *model_, *train_set_);
+  return absl::OkStatus();
+}
+
+absl::Status Trainer::connect(const ModelSpec& spec) {
+  if (env_.communicator != nullptr && device_.is_cuda()) return not_available_yet("training on several GPUs");
+  output_->working("waiting for the other ranks");
+  PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec.vision.has_value(), env_.communicator));
   return absl::OkStatus();
 }
 

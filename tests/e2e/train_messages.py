@@ -65,7 +65,7 @@ class Messages(TrainCase):
 
     def test_several_ranks(self):
         message = self.refused(env={"WORLD_SIZE": "2", "RANK": "0"})
-        self.assertIn("WORLD_SIZE is '2', but the recipe's layout has 1 rank", message)
+        self.assertIn("WORLD_SIZE is 2, but MASTER_PORT is not set", message)
         self.train("train.steps=1", env={"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
 
     def test_a_sample_that_is_too_long(self):

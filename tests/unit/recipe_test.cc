@@ -215,17 +215,16 @@ TEST_F(RecipeTest, FileErrorsNameTheLine) {
             "max_length, eval, augment, shuffle_seed");
 }
 
-TEST_F(RecipeTest, MoreThanOneProcessIsNotAvailableYet) {
+TEST_F(RecipeTest, LayoutsThatAreNotBuiltYetSaySo) {
   const Refusal cases[] = {
       {"parallel.llm_backbone.tp=2",
        "'parallel.llm_backbone.tp' = 2 is not available yet; leave it out or set it to 1"},
-      {"parallel.llm.dp=2", "'parallel.llm.dp' = 2 is not available yet"},
-      {"parallel.llm_backbone={dp: 2, ep: 2}", "'parallel.llm_backbone.dp' = 2 is not available yet"},
-      {"parallel.vision_encoder={dp: 2, ranks: 2}", "'parallel.vision_encoder.dp' = 2 is not available yet"},
+      {"parallel.llm_backbone={dp: 2, ep: 2}", "'parallel.llm_backbone.ep' = 2 is not available yet"},
+      {"parallel.vision_encoder={dp: 2, ranks: 2}", "'parallel.vision_encoder.ranks' = 2 is not available yet"},
       {"parallel.vision_encoder.ranks=1", "'parallel.vision_encoder.ranks' = 1 is not available yet"},
       {"parallel.llm_backbone={pp: 2, stages: [3, 1]}", "'parallel.llm_backbone.pp' = 2 is not available yet"},
       {"parallel.llm_backbone.virtual_stages=2", "'parallel.llm_backbone.virtual_stages' = 2 is not available yet"},
-      {"parallel.zero=1", "'parallel.zero' = 1 is not available yet; leave it out or set it to 0"},
+      {"parallel.zero=2", "'parallel.zero' = 2 is not available yet; set it to 0 or 1"},
       {"parallel.schedule=zero-bubble", "'parallel.schedule' = zero-bubble is not available yet"},
   };
   for (const Refusal& c : cases) {
@@ -236,6 +235,18 @@ TEST_F(RecipeTest, MoreThanOneProcessIsNotAvailableYet) {
   }
   EXPECT_TRUE(load(kSmallest, {"parallel.llm={tp: 1}", "parallel.projector={dp: 1}"}).ok());
   EXPECT_THAT(error(kSmallest, {"parallel.llm.tp=1", "parallel.llm_backbone.tp=1"}), HasSubstr("alias"));
+}
+
+TEST_F(RecipeTest, DataParallelLayoutsAreRead) {
+  const auto recipe = load(kSmallest, {"parallel.llm.dp=4", "parallel.zero=1", "parallel.vision_encoder={dp: 4}"});
+  ASSERT_TRUE(recipe.ok()) << recipe.status();
+  EXPECT_EQ(recipe->parallel.llm.dp, 4);
+  EXPECT_EQ(recipe->parallel.zero, 1);
+  EXPECT_EQ(recipe->parallel.world(), 4);
+  EXPECT_FALSE(recipe->parallel.projector.has_value());
+  EXPECT_THAT(error(kSmallest, {"parallel.llm.dp=3"}),
+              HasSubstr("global_batch (16) must be a multiple of micro_batch (4) · dp (3)"));
+  EXPECT_THAT(error(kSmallest, {"parallel.llm.dp=2", "parallel.vision_encoder.dp=4"}), HasSubstr("does not fit"));
 }
 
 TEST(LrFactor, WarmUpThenSchedule) {

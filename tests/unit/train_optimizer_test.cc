@@ -256,7 +256,7 @@ TEST_F(OptimizerTest, GradNormCountsEachElementOnce) {
   }
   EXPECT_NEAR(optimizer_->grad_norm().item<double>(), std::sqrt(sum), 1e-14);
   const at::Tensor before = params_.find("projector.fc1.weight")->main_grad.clone();
-  optimizer_->scale_grads(at::scalar_tensor(0.25, at::kDouble));
+  optimizer_->scale_grads(0.25);
   EXPECT_NEAR(optimizer_->grad_norm().item<double>(), std::sqrt(sum) / 4, 1e-14);
   EXPECT_TRUE(params_.find("projector.fc1.weight")->main_grad.allclose(before * 0.25, 1e-15));
   optimizer_->zero_grad();

@@ -1,0 +1,159 @@
+// parvl verify: a recipe's layout against one process.
+#include "parvl/train/verify.h"
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <thread>
+
+#include "apps/commands.h"
+#include "apps/communicator.h"
+#include "parvl/base/json.h"
+#include "parvl/base/log.h"
+#include "parvl/base/signal.h"
+#include "parvl/comm/local/local_group.h"
+#include "parvl/launch/supervisor.h"
+
+namespace parvl {
+namespace {
+
+constexpr double kGradientBound = 1e-10, kLossBound = 1e-12;  // in float64
+
+struct VerifyFlags {
+  std::string config, dtype = "float64";
+  std::vector<std::string> overrides;
+  int64_t steps = 2;
+  bool ranks_as_threads = false, json = false;
+};
+
+// Where runs that save nothing put what they must; gone with the object.
+class ScratchFolder {
+ public:
+  ScratchFolder() : path_(std::filesystem::temp_directory_path() / absl::StrCat("parvl-verify-", ::getpid())) {}
+  ~ScratchFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  std::string path() const { return path_.string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+TrainerEnvironment quiet_environment(const VerifyFlags& flags, const Context& context) {
+  TrainerEnvironment out;
+  out.clock = &context.clock;
+  out.base_dir = std::filesystem::absolute(flags.config).parent_path().string();
+  out.write = [](std::string_view) {};
+  return out;
+}
+
+absl::StatusOr<VerifyRun> run_as_threads(const Recipe& recipe, const VerifyFlags& flags, const Context& context) {
+  const auto communicators = make_local_communicators(recipe.parallel.world(), {});
+  std::vector<absl::StatusOr<VerifyRun>> runs(communicators.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < communicators.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      TrainerEnvironment environment = quiet_environment(flags, context);
+      environment.communicator = communicators[rank].get();
+      environment.loader_threads = 1;
+      runs[rank] = run_steps(recipe, environment, flags.steps);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& run : runs) {
+    // The rank that failed, not those that heard of it.
+    if (!run.ok() && !absl::IsAborted(run.status()) && !absl::IsInternal(run.status())) return run.status();
+  }
+  for (const auto& run : runs) PARVL_RETURN_IF_ERROR(run.status());
+  return std::move(runs[0]);
+}
+
+absl::Status report(const VerifyResult& result, const Recipe& recipe, const VerifyFlags& flags) {
+  if (flags.json) {
+    const Json out = {{"max_relative_error", result.max_relative_error},
+                      {"parameter", result.parameter},
+                      {"loss_error", result.loss_error},
+                      {"grad_norm_error", result.grad_norm_error},
+                      {"weight_error", result.weight_error},
+                      {"ranks", recipe.parallel.world()},
+                      {"steps", flags.steps},
+                      {"dtype", recipe.train.dtype}};
+    std::printf("%s\n", out.dump().c_str());
+  } else {
+    std::printf("%ld ranks against one process, %s, %ld steps\n", static_cast<long>(recipe.parallel.world()),
+                recipe.train.dtype.c_str(), static_cast<long>(flags.steps));
+    std::printf("gradients      %.3g, the largest relative error: %s\n", result.max_relative_error,
+                result.parameter.c_str());
+    std::printf("gradient norm  %.3g\nloss           %.3g\nweights after  %.3g\n", result.grad_norm_error,
+                result.loss_error, result.weight_error);
+  }
+  if (recipe.train.dtype != "float64") return absl::OkStatus();
+  if (result.max_relative_error > kGradientBound) {
+    return failed("the gradient of ", result.parameter, " differs by ", result.max_relative_error, ", more than ",
+                  kGradientBound);
+  }
+  if (result.loss_error > kLossBound)
+    return failed("the loss differs by ", result.loss_error, ", more than ", kLossBound);
+  return absl::OkStatus();
+}
+
+absl::Status run_verify(const VerifyFlags& flags, const Context& context) {
+  PARVL_ASSIGN_OR_RETURN(Recipe recipe, load_recipe(flags.config, flags.overrides));
+  const ScratchFolder scratch;
+  recipe.train.out = scratch.path();
+  recipe.train.dtype = flags.dtype;
+  PARVL_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> communicator, communicator_from_environment());
+  if (recipe.parallel.world() > 1 && communicator == nullptr && !flags.ranks_as_threads) {
+    LaunchOptions launch;
+    launch.processes = recipe.parallel.world();
+    launch.command = {std::filesystem::read_symlink("/proc/self/exe").string(),
+                      "verify",
+                      "--config",
+                      flags.config,
+                      "--steps",
+                      absl::StrCat(flags.steps),
+                      "--dtype",
+                      flags.dtype};
+    for (const std::string& text : flags.overrides) launch.command.insert(launch.command.end(), {"--set", text});
+    if (flags.json) launch.command.push_back("--json");
+    setenv("OMP_NUM_THREADS", "1", /*overwrite=*/0);
+    const StopSignal signal;
+    launch.stop_descriptor = signal.descriptor();
+    return supervise(launch);
+  }
+  absl::StatusOr<VerifyRun> run;
+  if (flags.ranks_as_threads && communicator == nullptr) {
+    run = run_as_threads(recipe, flags, context);
+  } else {
+    TrainerEnvironment environment = quiet_environment(flags, context);
+    environment.communicator = communicator.get();
+    run = run_steps(recipe, environment, flags.steps);
+  }
+  PARVL_RETURN_IF_ERROR(run.status());
+  if (communicator != nullptr && communicator->rank() > 0) return absl::OkStatus();
+  Recipe alone = recipe;
+  alone.parallel = {};
+  PARVL_ASSIGN_OR_RETURN(const VerifyRun reference, run_steps(alone, quiet_environment(flags, context), flags.steps));
+  return report(compare(*run, reference), recipe, flags);
+}
+
+}  // namespace
+
+void add_verify_command(CLI::App& app, Context& context) {
+  auto flags = std::make_shared<VerifyFlags>();
+  CLI::App* command = app.add_subcommand("verify", "Compares a layout's gradients, loss and steps with one process");
+  named(command->add_option("--config", flags->config, "recipe.yaml"))->required();
+  command->add_option("--set", flags->overrides, "key=value over the recipe, e.g. parallel.llm_backbone.dp=2");
+  command->add_option("--steps", flags->steps, "Optimizer steps")->check(CLI::Range(1, 100000))->capture_default_str();
+  command->add_option("--dtype", flags->dtype, "float64, float32 or bfloat16; only float64 has a bound")
+      ->capture_default_str();
+  command->add_flag("--ranks-as-threads", flags->ranks_as_threads, "All ranks in this process");
+  command->add_flag("--json", flags->json, "One JSON object");
+  run_with(*command, context, [flags, &context] { return run_verify(*flags, context); });
+}
+
+}  // namespace parvl

@@ -1,0 +1,58 @@
+#include "parvl/train/run_ranks.h"
+
+namespace parvl {
+
+absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& spec, bool has_vision,
+                                                           Communicator* communicator) {
+  auto out = std::make_unique<RunRanks>();
+  std::vector<std::string> modules;
+  if (has_vision) modules = {"vision_encoder", "projector"};
+  PARVL_ASSIGN_OR_RETURN(MeshPlan plan, plan_mesh(spec, modules));
+  const int64_t started = communicator == nullptr ? 1 : communicator->world();
+  if (plan.world != started) {
+    return invalid("the recipe's layout has ", plan.world, plan.world == 1 ? " rank" : " ranks", ", but ", started,
+                   started == 1 ? " process was" : " processes were", " started; start ", plan.world,
+                   " (parvl launch --nproc-per-node ", plan.world, " -- parvl train ...), or change `parallel`");
+  }
+  if (communicator == nullptr) return out;
+  PARVL_ASSIGN_OR_RETURN(out->mesh_, DeviceMesh::connect(std::move(plan), *communicator));
+  return out;
+}
+
+BatchShare RunRanks::share(int64_t micro_batch) const {
+  BatchShare out;
+  out.micro_batch = micro_batch;
+  if (mesh_ == nullptr) return out;
+  const RankGrid& grid = mesh_->plan().find("llm_backbone")->grid;
+  out.replica = grid.coordinate(rank(), "dp");
+  out.replicas = grid.size("dp");
+  return out;
+}
+
+ProcessGroup* RunRanks::data(Module module) const {
+  return mesh_ == nullptr ? nullptr : mesh_->group(std::string(to_string(module)) + ".data");
+}
+
+absl::Status RunRanks::sum(absl::Span<double> values) const {
+  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
+  if (group == nullptr) return absl::OkStatus();
+  return group->all_reduce({values.data(), static_cast<int64_t>(values.size()), DType::kFloat64}, ReduceOp::kSum)
+      ->wait();
+}
+
+absl::Status RunRanks::agree(const absl::Status& mine) const {
+  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
+  if (group == nullptr) return mine;
+  double last = mine.ok() ? -1 : static_cast<double>(rank());
+  const absl::Status asked = group->all_reduce({&last, 1, DType::kFloat64}, ReduceOp::kMax)->wait();
+  if (!mine.ok()) return mine;
+  PARVL_RETURN_IF_ERROR(asked);
+  if (last < 0) return absl::OkStatus();
+  return failed("rank ", static_cast<int64_t>(last), " failed; its own last line says why");
+}
+
+void RunRanks::abort(const std::string& reason) const {
+  if (mesh_ != nullptr) mesh_->abort(absl::StrCat("rank ", rank(), " failed: ", reason));
+}
+
+}  // namespace parvl

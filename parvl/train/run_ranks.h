@@ -1,0 +1,42 @@
+// The ranks of a training run: who this process is among them, and what all must agree on.
+#pragma once
+
+#include <absl/types/span.h>
+
+#include <memory>
+
+#include "parvl/base/parallel_spec.h"
+#include "parvl/comm/device_mesh.h"
+#include "parvl/nn/param.h"
+#include "parvl/train/data.h"
+
+namespace parvl {
+
+// One thread. Alone, everything is immediate.
+class RunRanks {
+ public:
+  // Connects to the others; all ranks call it. `communicator` null: one process. It outlives this.
+  static absl::StatusOr<std::unique_ptr<RunRanks>> create(const ParallelSpec& spec, bool has_vision,
+                                                          Communicator* communicator);
+
+  int64_t rank() const { return mesh_ == nullptr ? 0 : mesh_->rank(); }
+  int64_t world() const { return mesh_ == nullptr ? 1 : mesh_->plan().world; }
+  bool is_first() const { return rank() == 0; }  // writes what the run writes
+  BatchShare share(int64_t micro_batch) const;
+  // The ranks that hold a module's parameters and train on other samples; null when there are none.
+  ProcessGroup* data(Module module) const;
+
+  // Sums over all ranks, in place. All ranks call it, as they do the rest.
+  absl::Status sum(absl::Span<double> values) const;
+  // This rank's status when that is an error; else the news that another rank has failed, and which; else OK. So that
+  // nobody goes on, or waits, alone.
+  absl::Status agree(const absl::Status& mine) const;
+
+  // Ends the others' calls, as far as the backend can.
+  void abort(const std::string& reason) const;
+
+ private:
+  std::unique_ptr<DeviceMesh> mesh_;  // null: one process
+};
+
+}  // namespace parvl

@@ -1,0 +1,85 @@
+"""Training on several processes: `parvl launch`, what it does when a rank dies, and `parvl verify`."""
+import json
+import os
+import signal
+import subprocess
+import unittest
+
+from train_common import PARVL, Run, TrainCase
+
+DP2 = ("data.micro_batch=1", "parallel.llm_backbone.dp=2")
+
+
+class Parallel(TrainCase):
+    def launch(self, *settings, flags=(), code=0):
+        command = [str(PARVL), "launch", "--nproc-per-node", "2", *flags, "--", *self.command(*settings)]
+        run = Run(subprocess.run(command, capture_output=True, text=True, timeout=240))
+        self.assertEqual(run.code, code, run.stderr)
+        return run
+
+    def test_two_processes_learn_what_one_learns(self):
+        alone = self.train("train.dtype=float64", "train.out=alone")
+        for zero in (0, 1):
+            run = self.launch("train.dtype=float64", *DP2, f"parallel.zero={zero}", f"train.out=zero{zero}")
+            self.assertEqual(run.steps(), alone.steps())
+            for got, want in zip(run.losses(), alone.losses()):
+                self.assertAlmostEqual(got, want, delta=1e-11)
+            self.assert_whole(self.folder / f"zero{zero}" / "step-6")
+
+    def test_verify_between_processes_and_threads(self):
+        for flags in ((), ("--ranks-as-threads",)):
+            command = [str(PARVL), "verify", "--config", str(self.folder / "recipe.yaml"), "--json", *flags]
+            for setting in (*DP2, "parallel.zero=1"):
+                command += ["--set", setting]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            result = json.loads(done.stdout)
+            self.assertEqual(result["ranks"], 2)
+            self.assertLess(result["max_relative_error"], 1e-10)
+            self.assertLess(result["loss_error"], 1e-12)
+            self.assertLess(result["grad_norm_error"], 1e-12)
+            self.assertIn(".", result["parameter"])
+
+    def test_a_killed_rank_costs_no_step(self):
+        """Rank 1 is killed when step 3 is out; all start again from the newest checkpoint and end as if nothing had been."""
+        settings = (*DP2, "parallel.zero=1", "train.checkpoint_every=2")
+        whole = self.launch(*settings, "train.out=whole")
+        command = [str(PARVL), "launch", "--nproc-per-node", "2", "--max-restarts", "1", "--", *self.command(*settings, "train.out=hurt")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        lines, killed = [], False
+        for line in process.stdout:
+            lines.append(json.loads(line))
+            if lines[-1].get("step") == 3 and not killed:
+                killed = True
+                os.kill(self.rank_pid(process.pid, 1), signal.SIGKILL)
+        self.assertEqual(process.wait(timeout=240), 0)
+        errors = process.stderr.read()
+        process.stderr.close()
+        process.stdout.close()
+        self.assertIn("rank 1 was ended by Killed; restart 1 of 1", errors)
+        self.assertTrue(any(e["event"] == "resumed" for e in lines))
+        losses = {e["step"]: e["loss"] for e in lines if e["event"] == "step"}  # of a repeated step the later one
+        self.assertEqual([losses[step] for step in whole.steps()], whole.losses())
+        self.same_state(self.folder / "whole" / "step-6", self.folder / "hurt" / "step-6")
+
+    def rank_pid(self, launcher, rank):
+        for entry in os.listdir("/proc"):
+            try:
+                with open(f"/proc/{entry}/stat") as stat, open(f"/proc/{entry}/environ") as environment:
+                    if int(stat.read().rsplit(")", 1)[1].split()[1]) == launcher and f"\0RANK={rank}\0" in environment.read():
+                        return int(entry)
+            except (OSError, IndexError, ValueError):
+                continue
+        self.fail(f"rank {rank} is not running")
+
+    def test_what_does_not_fit_is_refused(self):
+        run = self.launch("parallel.llm_backbone.dp=4", "data.micro_batch=1", code=2)
+        self.assertIn("the recipe's layout has 4 ranks, but 2 processes were started; start 4", run.stderr)
+        self.assertIn("layout has 2 ranks, but 1 process was started", self.refused(*DP2))
+        done = subprocess.run([str(PARVL), "launch", "--nproc-per-node", "2"], capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("no command given", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,204 @@
+// Data parallel training, ranks as threads: equal to one process, in every way of keeping the optimizer's state.
+#include <absl/strings/match.h>
+
+#include <cmath>
+#include <thread>
+
+#include "parvl/comm/local/local_group.h"
+#include "parvl/train/verify.h"
+#include "train_fixture.h"
+
+namespace parvl {
+namespace {
+
+using ::testing::HasSubstr;
+
+class ParallelTrainTest : public TrainFixture {
+ protected:
+  struct Outcome {
+    std::vector<absl::Status> statuses;                     // by rank
+    std::vector<std::map<std::string, at::Tensor>> values;  // by rank
+    std::vector<double> losses, norms;
+  };
+
+  void SetUp() override {
+    TrainFixture::SetUp();
+    recipe_.data.micro_batch = 1;
+    recipe_.optim.clip_norm = 0.5;
+    recipe_.optim.weight_decay = 0.01;
+    recipe_.optim.schedule = "cosine";
+  }
+
+  Outcome train(int64_t dp, int64_t zero) {
+    recipe_.parallel.llm.dp = dp;
+    recipe_.parallel.zero = zero;
+    events_.clear();
+    const auto communicators = make_local_communicators(dp, {});
+    Outcome out;
+    out.statuses.resize(static_cast<size_t>(dp));
+    out.values.resize(static_cast<size_t>(dp));
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < communicators.size(); ++rank) {
+      threads.emplace_back([&, rank] {
+        TrainerEnvironment env = environment();
+        if (rank > 0) {  // the fixture's sinks are rank 0's
+          env.write = [](std::string_view) {};
+          env.record = {};
+          env.stop_requested = {};
+        }
+        env.communicator = communicators[rank].get();
+        auto trainer = Trainer::create(recipe_, env);
+        out.statuses[rank] = trainer.ok() ? (*trainer)->run() : trainer.status();
+        if (!out.statuses[rank].ok()) return;
+        for (const Param* param : (*trainer)->model().params().owned())
+          out.values[rank][param->name] = param->value.clone();
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    out.losses = losses();
+    for (const Json& event : events_) {
+      if (event["event"] == "step") out.norms.push_back(event["grad_norm"].get<double>());
+    }
+    return out;
+  }
+
+  Outcome train_afresh(int64_t dp, int64_t zero) {
+    std::filesystem::remove_all(recipe_.train.out);
+    Outcome out = train(dp, zero);
+    for (const absl::Status& status : out.statuses) EXPECT_TRUE(status.ok()) << status;
+    return out;
+  }
+
+  // The largest difference over the largest value of each tensor.
+  static double error(const std::map<std::string, at::Tensor>& got, const std::map<std::string, at::Tensor>& want) {
+    double out = got.size() == want.size() ? 0 : 1;
+    for (const auto& [name, tensor] : want) {
+      const double scale = std::max(tensor.abs().max().item<double>(), 1e-5);
+      out = std::max(out, (got.at(name) - tensor).abs().max().item<double>() / scale);
+    }
+    return out;
+  }
+};
+
+TEST_F(ParallelTrainTest, EveryLayoutEqualsOneProcess) {
+  for (const char* name : {"adamw", "sgd"}) {
+    recipe_.optim.name = name;
+    recipe_.optim.momentum = recipe_.optim.name == "sgd" ? 0.9 : 0;
+    const Outcome want = train_afresh(1, 0);
+    ASSERT_EQ(want.losses.size(), 6u);
+    for (const auto& [dp, zero] : {std::pair(2, 0), std::pair(2, 1), std::pair(4, 0), std::pair(4, 1)}) {
+      SCOPED_TRACE(absl::StrCat(name, " dp ", dp, " zero ", zero));
+      const Outcome got = train_afresh(dp, zero);
+      ASSERT_EQ(got.losses.size(), want.losses.size());
+      for (size_t i = 0; i < want.losses.size(); ++i) {
+        EXPECT_NEAR(got.losses[i], want.losses[i], 1e-12 * std::abs(want.losses[i]));
+        EXPECT_NEAR(got.norms[i], want.norms[i], 1e-10 * want.norms[i]);
+      }
+      EXPECT_LT(error(got.values[0], want.values[0]), 1e-9);
+      for (const auto& values : got.values) {
+        for (const auto& [param, tensor] : values) EXPECT_TRUE(tensor.equal(got.values[0].at(param))) << param;
+      }
+    }
+  }
+}
+
+// 16-bit values: the masters are cut too.
+TEST_F(ParallelTrainTest, CutMastersGiveTheSameBitsAsWholeOnes) {
+  recipe_.train.dtype = "bfloat16";
+  const Outcome whole = train_afresh(2, 0), cut = train_afresh(2, 1);
+  EXPECT_EQ(whole.losses, cut.losses);
+  EXPECT_EQ(error(cut.values[1], whole.values[1]), 0);
+}
+
+TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
+  const Outcome want = train_afresh(1, 0);
+  std::filesystem::remove_all(recipe_.train.out);
+  std::vector<double> losses;
+  recipe_.train.checkpoint_every = 2;
+  for (const auto& [stop, dp, zero] : {std::tuple(2, 2, 1), std::tuple(2, 4, 0), std::tuple(0, 4, 1)}) {
+    stop_after_ = stop;
+    const Outcome part = train(dp, zero);
+    for (const absl::Status& status : part.statuses) ASSERT_TRUE(status.ok()) << status;
+    losses.insert(losses.end(), part.losses.begin(), part.losses.end());
+    if (stop == 0) {
+      EXPECT_LT(error(part.values[3], want.values[0]), 1e-9);
+    }
+  }
+  ASSERT_EQ(losses.size(), want.losses.size());
+  for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], want.losses[i], 1e-10);
+}
+
+// At one layout a resumed run is the undisturbed one to the bit.
+TEST_F(ParallelTrainTest, AResumedRunEqualsAnUndisturbedOne) {
+  recipe_.train.dtype = "bfloat16";
+  const Outcome whole = train_afresh(2, 1);
+  std::filesystem::remove_all(recipe_.train.out);
+  stop_after_ = 3;
+  const Outcome first = train(2, 1);
+  stop_after_ = 0;
+  const Outcome second = train(2, 1);
+  std::vector<double> losses = first.losses;
+  losses.insert(losses.end(), second.losses.begin(), second.losses.end());
+  EXPECT_EQ(losses, whole.losses);
+  EXPECT_EQ(error(second.values[1], whole.values[1]), 0);
+}
+
+TEST_F(ParallelTrainTest, ABadSampleEndsAllRanksAndTheOneThatHasItNamesIt) {
+  std::filesystem::resize_file(folder_ / "5.png", 40);
+  const Outcome out = train(4, 0);
+  int named = 0;
+  for (const absl::Status& status : out.statuses) {
+    ASSERT_FALSE(status.ok());
+    if (absl::StrContains(status.message(), "5.png")) {
+      ++named;
+    } else {
+      EXPECT_THAT(std::string(status.message()), HasSubstr("failed; its own last line says why"));
+    }
+  }
+  EXPECT_EQ(named, 1);
+}
+
+// What verify sees: gradients of the first batch, and a difference where there is one.
+TEST_F(ParallelTrainTest, VerifyFindsEqualGradientsAndSeesUnequalOnes) {
+  const VerifyRun want = *run_steps(recipe_, environment(), 3);
+  for (const int64_t zero : {0, 1}) {
+    recipe_.parallel.llm.dp = 4;
+    recipe_.parallel.zero = zero;
+    const auto communicators = make_local_communicators(4, {});
+    std::vector<absl::StatusOr<VerifyRun>> runs(4);
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < 4; ++rank) {
+      threads.emplace_back([&, rank] {
+        TrainerEnvironment env = environment();
+        env.write = [](std::string_view) {};
+        env.record = {};
+        env.communicator = communicators[rank].get();
+        runs[rank] = run_steps(recipe_, env, 3);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const auto& run : runs) {
+      ASSERT_TRUE(run.ok()) << run.status();
+      const VerifyResult result = compare(*run, want);
+      EXPECT_LT(result.max_relative_error, 1e-10) << result.parameter;
+      EXPECT_LT(result.loss_error, 1e-12);
+      EXPECT_LT(result.grad_norm_error, 1e-12);
+      EXPECT_LT(result.weight_error, 1e-9);
+    }
+    VerifyRun wrong = *runs[0];
+    const std::string name = wrong.gradients.rbegin()->first;
+    wrong.gradients[name] = wrong.gradients[name].mul(1 + 1e-6);
+    EXPECT_EQ(compare(wrong, want).parameter, name);
+    EXPECT_NEAR(compare(wrong, want).max_relative_error, 1e-6, 1e-8);
+    wrong.gradients.erase(name);
+    EXPECT_EQ(compare(wrong, want).max_relative_error, 1);
+  }
+}
+
+TEST_F(ParallelTrainTest, AnotherNumberOfProcessesIsRefused) {
+  recipe_.parallel.llm.dp = 2;
+  EXPECT_THAT(std::string(run().message()), HasSubstr("layout has 2 ranks, but 1 process was started; start 2"));
+}
+
+}  // namespace
+}  // namespace parvl
