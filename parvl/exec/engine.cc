@@ -31,7 +31,8 @@ struct EngineLoop::Live {
   GenerateResult result;
   double arrival = 0;  // seconds, as are those below
   Phase phase = Phase::kQueue;
-  double started = 0, prefill = 0, first_token = 0;     // when it left each phase's predecessor
+  double started = 0, prefill = 0, first_token = 0;  // when it left each phase's predecessor
+  double last_token = 0;
   std::vector<std::pair<double, double>> encodes = {};  // of its items, from when to when
   int encoding = 0;                                     // encodings under way
   bool in_step = false;                                 // a step has held a part of it
@@ -292,6 +293,7 @@ void EngineLoop::deliver(RequestId id, const SampledToken& token) {
   Live& live = *found->second;
   GenerateResult& result = live.result;
   const double now = clock_.now_seconds();
+  live.last_token = now;
   if (live.phase != Phase::kDecode) {
     take_first_token(live, now);
   } else {
@@ -318,7 +320,9 @@ void EngineLoop::end(RequestId id, absl::Status status) {
   Live& ended = *live.mapped();
   if (ended.phase == Phase::kQueue) ended.started = clock_.now_seconds();
   tell_started(ended);
-  trace_.ended(ended.request.track, ended.phase, clock_.now_seconds(),
+  // A generation ends with its last token, as its times say; one that is cancelled ends now.
+  const bool finished = ended.result.finish != FinishReason::kNone;
+  trace_.ended(ended.request.track, ended.phase, finished ? ended.last_token : clock_.now_seconds(),
                static_cast<int64_t>(ended.result.token_ids.size()));
   if (status.ok()) {
     ended.request.on_end(ended.result);
