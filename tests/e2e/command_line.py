@@ -1,4 +1,5 @@
 """The program's frame: help, version, exit codes, and the root cause as the last line on standard error."""
+# slow
 import os
 import signal
 import subprocess

@@ -1,5 +1,6 @@
 """Answers of a required form from a running server: JSON schemas, calls of tools, through the official `openai` client. The model
 has learned other things, so that what holds here holds for any model: its answers are chosen at random among what is allowed."""
+# slow
 import json
 import tempfile
 import unittest

@@ -1,4 +1,5 @@
 """Training on several processes: `parvl launch`, what it does when a rank dies, and `parvl verify`."""
+# slow
 import json
 import os
 import signal

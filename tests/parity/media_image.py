@@ -1,4 +1,5 @@
 """Decoding, resizing, turning and patching of images against Pillow and transformers' PIL-backed processor."""
+# slow
 import io
 import json
 import struct

@@ -1,4 +1,5 @@
 """Prompts against transformers: chat templates, image placeholders, learned tokens."""
+# slow
 import json
 import random
 import unittest

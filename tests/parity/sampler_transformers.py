@@ -1,4 +1,5 @@
 """The sampler against transformers' logits processors on random rows, in vLLM's order."""
+# slow
 import json
 import os
 import pathlib
