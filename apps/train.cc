@@ -32,7 +32,7 @@ void print(FILE* stream, std::string_view text) {
 absl::Status run_train(const TrainOptions& options, const Context& context) {
   const StopSignal signal;  // before all else: also a run that is stopped while it starts says so
   PARVL_ASSIGN_OR_RETURN(const Recipe recipe, load_recipe(options.config, options.overrides));
-  if (options.dry_run) return not_available_yet("train --dry-run (it comes with parallel training)");
+  if (options.dry_run) return not_available_yet("train --dry-run");
   // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
   PARVL_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> communicator, communicator_from_environment());
@@ -60,7 +60,8 @@ void add_train_command(CLI::App& app, Context& context) {
   CLI::App* command = app.add_subcommand("train", "Trains a model by a recipe");
   named(command->add_option("--config", options->config, "recipe.yaml"))->required();
   command->add_option("--set", options->overrides, "key=value over the recipe, e.g. train.steps=100; may be repeated");
-  command->add_flag("--dry-run", options->dry_run, "Print the rank table, bytes a rank and messages; load nothing");
+  command->add_flag("--dry-run", options->dry_run,
+                    "Not available yet: print the rank table, bytes a rank and messages; load nothing");
   command->add_flag("--json", options->json,
                     "One JSON object a line on standard output for each logged step, save and evaluation");
   run_with(*command, context, [options, &context] { return run_train(*options, context); });

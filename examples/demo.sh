@@ -44,7 +44,7 @@ echo "demo: training examples/easy_vqa/recipe.yaml from random weights for $seco
 # A signal after the time is up lets it save and leave with status 0. A minute on a few cores is too short for the recipe's
 # batches of 128 and its warm-up.
 train=(timeout --foreground --preserve-status -s TERM "$seconds" "$parvl" train --config examples/easy_vqa/recipe.yaml
-  --set "train.out=$folder/out" --set train.steps=300 --set train.log_every=1 --set train.checkpoint_every=0 --set optim.warmup_steps=10
+  --set "train.out=$folder/out" --set train.dtype=float32 --set train.steps=300 --set train.log_every=1 --set train.checkpoint_every=0 --set optim.warmup_steps=10
   --set data.micro_batch=8 --set data.global_batch=8
   --set optim.schedule=constant --set data.eval=)
 if [ -t 1 ]; then

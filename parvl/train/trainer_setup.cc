@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "parvl/base/file.h"
+#include "parvl/kernels/gemm_bf16.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
 #include "parvl/train/data_image_cache.h"
@@ -127,6 +128,11 @@ absl::Status Trainer::set_up() {
   RunOutputOptions output{env_.write, env_.record, env_.terminal, env_.columns};
   if (!first) output = {[](std::string_view) {}, {}, false, 80, /*events=*/false};
   output_ = std::make_unique<RunOutput>(*env_.clock, recipe_.train, std::move(output));
+  if (!device_.is_cuda() && dtype_ == DType::kBFloat16 && !kernels::has_bf16_dot()) {
+    output_->line(
+        "warning: this processor multiplies bfloat16 value by value, about ten times slower than float32; "
+        "train.dtype=float32 is faster here");
+  }
   run_ = env_.clock->wall_ns();
   PARVL_RETURN_IF_ERROR(load_model_and_data());
   PARVL_RETURN_IF_ERROR(ranks_->agree(resume()));
