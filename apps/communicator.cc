@@ -32,6 +32,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> communicator_from_environment() {
                    "; ranks go from 0 to WORLD_SIZE - 1");
   }
   if (options.world == 1) return std::unique_ptr<Communicator>();
+  if (options.port > 65535) return invalid("MASTER_PORT must be a port from 1 to 65535, found ", options.port);
   if (options.port == 0) {
     return invalid("WORLD_SIZE is ", options.world, ", but MASTER_PORT is not set; `parvl launch` and torchrun set it");
   }

@@ -69,6 +69,9 @@ void add_launch_command(CLI::App& app, Context& context) {
                    "How often all ranks start again after one died; training goes on from its last checkpoint")
       ->check(CLI::Range(0, 1000))
       ->capture_default_str();
+  command->add_option("--grace-seconds", options.grace_s, "For ranks that were asked to end, to save and do so")
+      ->check(CLI::Range(0.0, 86400.0))
+      ->capture_default_str();
   command->add_option("command", options.command, "The command and its arguments, after --");
   run_with(*command, context, [flags] { return run_launch(*flags); });
 }

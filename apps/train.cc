@@ -30,12 +30,13 @@ void print(FILE* stream, std::string_view text) {
 }
 
 absl::Status run_train(const TrainOptions& options, const Context& context) {
-  const StopSignal signal;  // before all else: also a run that is stopped while it starts says so
   PARVL_ASSIGN_OR_RETURN(const Recipe recipe, load_recipe(options.config, options.overrides));
   if (options.dry_run) return not_available_yet("train --dry-run");
   // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
   PARVL_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> communicator, communicator_from_environment());
+  // From here on a stop is heeded between steps; before, while the ranks wait for each other, it ends the process.
+  const StopSignal signal;
   TrainerEnvironment environment;
   environment.communicator = communicator.get();
   environment.clock = &context.clock;

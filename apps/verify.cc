@@ -123,7 +123,8 @@ absl::Status run_verify(const VerifyFlags& flags, const Context& context) {
     setenv("OMP_NUM_THREADS", "1", /*overwrite=*/0);
     const StopSignal signal;
     launch.stop_descriptor = signal.descriptor();
-    return supervise(launch);
+    PARVL_RETURN_IF_ERROR(supervise(launch));
+    return signal.requested() ? failed("interrupted before there was a result") : absl::OkStatus();
   }
   absl::StatusOr<VerifyRun> run;
   if (flags.ranks_as_threads && communicator == nullptr) {

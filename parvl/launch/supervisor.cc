@@ -109,11 +109,13 @@ class Attempt {
       if (!stopped && options_.stop_descriptor >= 0) waits.push_back({options_.stop_descriptor, POLLIN, 0});
       const int ready = ::poll(waits.data(), waits.size(), grace_ms.value_or(-1));
       if (ready < 0 && errno != EINTR) return failed("cannot wait for the ranks: ", std::strerror(errno));
-      if (ready == 0) signal_all(SIGKILL);
+      if (ready == 0) kill_the_rest();
       for (size_t i = 0; i < alive.size() && ready > 0; ++i) {
         if (waits[i].revents == 0) continue;
         reap(*alive[i]);
-        if (first == nullptr && *alive[i]->ended != 0 && !stopped) first = alive[i];
+        // SIGTERM is what they were asked to end by.
+        const bool as_asked = stopped && WIFSIGNALED(*alive[i]->ended) && WTERMSIG(*alive[i]->ended) == SIGTERM;
+        if (first == nullptr && *alive[i]->ended != 0 && !as_asked) first = alive[i];
       }
       const bool asked = !stopped && waits.size() > alive.size() && ready > 0 && waits.back().revents != 0;
       stopped = stopped || asked;
@@ -151,6 +153,15 @@ class Attempt {
     PARVL_CHECK(::waitpid(rank.pid, &status, 0) == rank.pid, "a rank that nobody can wait for");
     rank.ended = status;
     ::kill(-rank.pid, SIGKILL);  // what it started and left
+  }
+
+  void kill_the_rest() {
+    for (const Rank& rank : ranks_) {
+      if (rank.ended.has_value() || !options_.log) continue;
+      options_.log(absl::StrCat("rank ", rank.rank, " did not end within ", options_.grace_s,
+                                " s of being asked to, and is killed"));
+    }
+    signal_all(SIGKILL);
   }
 
   void signal_all(int signal) {

@@ -18,7 +18,7 @@ struct LaunchOptions {
   std::string master_host = "127.0.0.1";        // of rank 0
   int64_t master_port = 0;                      // 0, with one machine: a free one
   int64_t max_restarts = 0;                     // of all ranks together, after one of them died
-  double grace_s = 15;                          // from SIGTERM to SIGKILL
+  double grace_s = 60;                          // from SIGTERM to SIGKILL
   int stop_descriptor = -1;                     // readable when the run is to end; -1: never
   std::function<void(const std::string&)> log;  // a line an event; may be empty
 };
@@ -28,9 +28,9 @@ struct LaunchOptions {
 std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOptions& options, int64_t local_rank,
                                                                   int64_t port, int64_t attempt);
 
-// Returns when all ranks have ended: OK when each ended with 0, or when the run was asked to end and did. A rank that
-// ends otherwise ends the others (SIGTERM, then SIGKILL); then all start again, at most max_restarts times, unless its
-// exit code is 2: a configuration stays wrong. InvalidArgument after exit code 2, Internal after others, naming the
+// Returns when all ranks have ended: OK when each ended with 0, or, when the run was asked to end, by SIGTERM. A rank
+// that ends otherwise ends the others (SIGTERM, then SIGKILL); then all start again, at most max_restarts times, unless
+// its exit code is 2: a configuration stays wrong. InvalidArgument after exit code 2, Internal after others, naming the
 // rank. The ranks die with this process. Main thread only.
 absl::Status supervise(const LaunchOptions& options);
 

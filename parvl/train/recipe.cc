@@ -1,6 +1,7 @@
 #include "parvl/train/recipe.h"
 
 #include <absl/strings/match.h>
+#include <absl/strings/str_join.h>
 
 #include <algorithm>
 #include <cmath>
@@ -143,6 +144,23 @@ absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<st
   PARVL_RETURN_IF_ERROR(read_optim(root, recipe.optim));
   PARVL_RETURN_IF_ERROR(read_train(root, base, recipe.train));
   return recipe;
+}
+
+std::vector<std::pair<std::string, std::string>> recipe_sections(const Recipe& recipe) {
+  const auto join = [](const auto&... values) { return ((absl::StrCat(values) + "|") + ...); };
+  const DataRecipe& data = recipe.data;
+  const OptimRecipe& optim = recipe.optim;
+  const TrainRecipe& train = recipe.train;
+  std::string groups;
+  for (const OptimGroup& group : optim.groups) groups += join(group.match, group.lr, group.weight_decay);
+  return {{"model", join(recipe.model, recipe.config, recipe.tokenizer, recipe.seed)},
+          {"data", join(data.train, data.eval, data.micro_batch, data.global_batch, data.shuffle_seed, data.max_length,
+                        data.augment)},
+          {"optim", join(optim.name, optim.lr, optim.betas.first, optim.betas.second, optim.eps, optim.weight_decay,
+                         optim.momentum, optim.schedule, optim.warmup_steps, optim.clip_norm, groups)},
+          {"train", join(train.steps, train.dtype, absl::StrJoin(train.freeze, ","), train.recompute, train.resume,
+                         train.checkpoint_every)},
+          {"parallel", join(recipe.parallel.llm.dp, recipe.parallel.zero, recipe.parallel.schedule)}};
 }
 
 double lr_factor(const OptimRecipe& optim, int64_t step, int64_t total_steps) {

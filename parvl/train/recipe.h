@@ -67,6 +67,9 @@ struct Recipe {
 // key, and say what would be valid. A layout that is not built yet is Unimplemented.
 absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<std::string>& overrides);
 
+// The recipe's sections as text, for comparing: what must be equal on all ranks of a run (not where it writes).
+std::vector<std::pair<std::string, std::string>> recipe_sections(const Recipe& recipe);
+
 // The learning rate at `step` (0-based) as a share of the group's lr: linear warm-up over warmup_steps, then constant,
 // or cosine / linear decay to 0 at the last step.
 double lr_factor(const OptimRecipe& optim, int64_t step, int64_t total_steps);

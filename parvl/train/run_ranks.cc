@@ -1,5 +1,7 @@
 #include "parvl/train/run_ranks.h"
 
+#include "parvl/base/file.h"
+
 namespace parvl {
 
 absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& spec, bool has_vision,
@@ -49,6 +51,28 @@ absl::Status RunRanks::agree(const absl::Status& mine) const {
   PARVL_RETURN_IF_ERROR(asked);
   if (last < 0) return absl::OkStatus();
   return failed("rank ", static_cast<int64_t>(last), " failed; its own last line says why");
+}
+
+absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std::string>>& named) const {
+  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
+  if (group == nullptr) return absl::OkStatus();
+  // A hash in parts that float64 holds exactly; equal everywhere when the largest is the smallest.
+  std::vector<double> parts;
+  for (const auto& [name, text] : named) {
+    const std::string hash = sha256_hex(text);
+    for (size_t i = 0; i < 4; ++i) parts.push_back(static_cast<double>(std::stoll(hash.substr(8 * i, 8), nullptr, 16)));
+  }
+  std::vector<double> extremes = parts;
+  for (const double part : parts) extremes.push_back(-part);
+  PARVL_RETURN_IF_ERROR(
+      group->all_reduce({extremes.data(), static_cast<int64_t>(extremes.size()), DType::kFloat64}, ReduceOp::kMax)
+          ->wait());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (extremes[i] == -extremes[parts.size() + i]) continue;
+    return invalid("the ranks' recipes differ in '", named[i / 4].first,
+                   "'; start all ranks with the same recipe and the same --set");
+  }
+  return absl::OkStatus();
 }
 
 void RunRanks::abort(const std::string& reason) const {

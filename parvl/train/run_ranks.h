@@ -32,6 +32,8 @@ class RunRanks {
   // nobody goes on, or waits, alone.
   absl::Status agree(const absl::Status& mine) const;
 
+  // OK when these texts are equal on all ranks; else InvalidArgument naming the first that is not.
+  absl::Status expect_equal(const std::vector<std::pair<std::string, std::string>>& named) const;
   // Ends the others' calls, as far as the backend can.
   void abort(const std::string& reason) const;
 

@@ -196,7 +196,7 @@ absl::Status Trainer::connect(const ModelSpec& spec) {
   if (env_.communicator != nullptr && device_.is_cuda()) return not_available_yet("training on several GPUs");
   output_->working("waiting for the other ranks");
   PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec.vision.has_value(), env_.communicator));
-  return absl::OkStatus();
+  return ranks_->expect_equal(recipe_sections(recipe_));
 }
 
 // Prepares every sample once: what is wrong with one is said now and not at the first checkpoint, hours later. It costs

@@ -99,6 +99,18 @@ TEST_F(SupervisorTest, AProgramThatIsNotThereIsAConfigurationError) {
   EXPECT_EQ(supervise(options).code(), absl::StatusCode::kInvalidArgument);
 }
 
+// One that has to be killed then has saved nothing, and the run has failed.
+TEST_F(SupervisorTest, AStopThatARankDoesNotHeedIsAFailure) {
+  const std::string fifo = folder_.path() + "/stop";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  LaunchOptions options = shell("trap '' TERM; echo > stop; while :; do sleep 1000; done", 1);
+  options.stop_descriptor = ::open(fifo.c_str(), O_RDWR | O_CLOEXEC);
+  options.grace_s = 0.05;
+  EXPECT_THAT(supervise(options).message(), HasSubstr("rank 0 was ended by Killed"));
+  EXPECT_THAT(log_, ElementsAre(HasSubstr("rank 0 did not end within 0.05 s")));
+  ::close(options.stop_descriptor);
+}
+
 // Asked to end, the ranks end by themselves, and that is no failure. Here it is a rank that asks, once all are there.
 TEST_F(SupervisorTest, AStopReachesEveryRank) {
   const std::string fifo = folder_.path() + "/stop";

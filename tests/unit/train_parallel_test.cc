@@ -195,6 +195,35 @@ TEST_F(ParallelTrainTest, VerifyFindsEqualGradientsAndSeesUnequalOnes) {
   }
 }
 
+// Ranks that were started with unlike recipes would learn nonsense, or wait for each other.
+TEST_F(ParallelTrainTest, UnlikeRecipesAreRefused) {
+  recipe_.parallel.llm.dp = 2;
+  for (int what = 0; what < 3; ++what) {
+    const auto communicators = make_local_communicators(2, {});
+    std::vector<absl::Status> statuses(2);
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        Recipe recipe = recipe_;
+        if (rank == 1 && what == 0) recipe.optim.lr *= 2;
+        if (rank == 1 && what == 1) recipe.parallel.zero = 1;
+        if (rank == 1 && what == 2) recipe.seed += 1;
+        TrainerEnvironment env = environment();
+        env.write = [](std::string_view) {};
+        env.record = {};
+        env.communicator = communicators[rank].get();
+        statuses[rank] = Trainer::create(recipe, env).status();
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const absl::Status& status : statuses) {
+      const char* const sections[] = {"'optim'", "'parallel'", "'model'"};
+      EXPECT_EQ(exit_code(status), 2) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(sections[what]));
+    }
+  }
+}
+
 TEST_F(ParallelTrainTest, AnotherNumberOfProcessesIsRefused) {
   recipe_.parallel.llm.dp = 2;
   EXPECT_THAT(std::string(run().message()), HasSubstr("layout has 2 ranks, but 1 process was started; start 2"));

@@ -191,14 +191,23 @@ class GlooCommunicator : public Communicator {
 
 absl::StatusOr<std::unique_ptr<Communicator>> make_gloo_communicator(const GlooOptions& options) {
   std::unique_ptr<Communicator> out;
-  const std::string what = absl::StrCat("the store at ", options.host, ":", options.port, " does not answer");
+  const std::string what =
+      absl::StrCat("the store at ", options.host, ":", options.port, ", or a rank that meets there, does not answer");
   PARVL_RETURN_IF_ERROR(catch_exceptions(what, [&] {
     c10d::TCPStoreOptions store;
     store.port = static_cast<uint16_t>(options.port);
     store.isServer = options.serve_store && options.rank == 0;
     store.timeout = milliseconds(options.deadline_s);
     store.waitWorkers = false;
-    out = std::make_unique<GlooCommunicator>(options, c10::make_intrusive<c10d::TCPStore>(options.host, store));
+    const auto shared = c10::make_intrusive<c10d::TCPStore>(options.host, store);
+    // All are here before any group is made.
+    std::vector<std::string> everybody;
+    for (int64_t rank = 0; rank < options.world; ++rank) {
+      everybody.push_back(absl::StrCat(options.prefix, "/here/", rank));
+    }
+    shared->set(everybody[static_cast<size_t>(options.rank)], std::vector<uint8_t>{1});
+    shared->wait(everybody, store.timeout);
+    out = std::make_unique<GlooCommunicator>(options, shared);
     return absl::OkStatus();
   }));
   return out;

@@ -19,7 +19,7 @@ struct GlooOptions {
   double deadline_s = 600;         // for each call, and for all ranks to come
 };
 
-// Waits for the store. DeadlineExceeded or Internal, naming host and port.
+// Waits for the store and for all ranks. Internal, naming host and port.
 absl::StatusOr<std::unique_ptr<Communicator>> make_gloo_communicator(const GlooOptions& options);
 
 }  // namespace parvl
