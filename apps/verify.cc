@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
-#include <thread>
 
 #include "apps/commands.h"
 #include "apps/communicator.h"
@@ -52,18 +51,13 @@ TrainerEnvironment quiet_environment(const VerifyFlags& flags, const Context& co
 }
 
 absl::StatusOr<VerifyRun> run_as_threads(const Recipe& recipe, const VerifyFlags& flags, const Context& context) {
-  const auto communicators = make_local_communicators(recipe.parallel.world(), {});
-  std::vector<absl::StatusOr<VerifyRun>> runs(communicators.size());
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < communicators.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      TrainerEnvironment environment = quiet_environment(flags, context);
-      environment.communicator = communicators[rank].get();
-      environment.loader_threads = 1;
-      runs[rank] = run_steps(recipe, environment, flags.steps);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  std::vector<absl::StatusOr<VerifyRun>> runs(static_cast<size_t>(recipe.parallel.world()));
+  run_local_world(recipe.parallel.world(), {}, [&](Communicator& rank) {
+    TrainerEnvironment environment = quiet_environment(flags, context);
+    environment.communicator = &rank;
+    environment.loader_threads = 1;
+    runs[static_cast<size_t>(rank.rank())] = run_steps(recipe, environment, flags.steps);
+  });
   for (const auto& run : runs) {
     // The rank that failed, not those that heard of it.
     if (!run.ok() && !absl::IsAborted(run.status()) && !absl::IsInternal(run.status())) return run.status();

@@ -79,17 +79,7 @@ EncodeQueue::Encoded EncodeQueue::encode(const SequenceInput& images) const {
     if (!out.visual.empty()) return out;
   }
   const at::Tensor visual = encode_images(model_, pack_images(model_, {images}, device_), device_);
-  if (images.images.size() == 1) {
-    out.visual = {visual};
-    return out;
-  }
-  const int64_t merge = model_.spec().vision->merge;
-  int64_t row = 0;
-  for (const ImageSpan& image : images.images) {
-    const int64_t tokens = image.grid.patches() / (merge * merge);
-    out.visual.push_back(visual.narrow(0, row, tokens).clone());  // its own memory: an evicted image gives it back
-    row += tokens;
-  }
+  out.visual = images.images.size() == 1 ? std::vector<at::Tensor>{visual} : each_image(model_, images.images, visual);
   return out;
 }
 

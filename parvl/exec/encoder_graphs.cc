@@ -160,14 +160,7 @@ std::vector<at::Tensor> EncoderGraphs::run(const SequenceInput& images) {
   } else {
     step(*graph);
   }
-  std::vector<at::Tensor> out;
-  int64_t row = 0;
-  for (const Grid& grid : grids) {
-    const int64_t tokens = grid.patches() / merged_;
-    out.push_back(graph->visual.narrow(0, row, tokens).clone());
-    row += tokens;
-  }
-  return out;
+  return each_image(model_, images.images, graph->visual);
 }
 
 }  // namespace parvl

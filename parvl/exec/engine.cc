@@ -235,8 +235,6 @@ void EngineLoop::commit_step(const Completion& completion) {
 // What the step says of the time that its requests have taken.
 void EngineLoop::account(const Completion& completion) {
   done_.backbone_busy_s += completion.end_s - completion.start_s;
-  const bool prefills = std::any_of(parts_.begin(), parts_.end(), [](const StepPart& part) { return part.prefill; });
-  count(prefills ? Work::kPrefill : Work::kDecode, completion);
   trace_.step(completion, parts_);
   EngineStep report = {static_cast<int64_t>(parts_.size()), 0, completion.end_s - completion.start_s};
   for (const StepPart& part : parts_) {
@@ -252,6 +250,7 @@ void EngineLoop::account(const Completion& completion) {
     }
     trace_.part(live.request.track, completion, part);
   }
+  count(report.is_decode() ? Work::kDecode : Work::kPrefill, completion);
   if (config_.on_step) config_.on_step(report);
 }
 

@@ -128,8 +128,9 @@ class TorchExecutor : public ModelExecutor {
     done.completion.step = step;
     done.completion.status = catch_exceptions("a generation step failed", [&] {
       const std::future<void> masks = fill_masks(items);
-      done.completion.replayed = takes_graph(items) && graphs_->recorded();
-      done.completion.tokens = takes_graph(items) ? run_graph(items, masks) : sample(items, forward(items), masks);
+      const bool graph = takes_graph(items);
+      done.completion.replayed = graph && graphs_->recorded();
+      done.completion.tokens = graph ? run_graph(items, masks) : sample(items, forward(items), masks);
       return absl::OkStatus();
     });
     if (!done.completion.status.ok()) done.completion.tokens.clear();

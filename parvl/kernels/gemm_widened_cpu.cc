@@ -1,9 +1,5 @@
-#include <cstring>
-
 #include "parvl/kernels/gemm_widened.h"
-
-// The vectors stay inside this file, so how they would be passed to another does not matter.
-#pragma GCC diagnostic ignored "-Wpsabi"
+#include "parvl/kernels/lanes.h"
 
 namespace parvl::kernels {
 namespace {
@@ -11,35 +7,8 @@ namespace {
 constexpr int64_t kLanes = 8;  // one 256-bit register of floats
 constexpr int kRows = 4;       // of x with
 constexpr int kWide = 2;       // rows of w: eight sums and the operands, in 16 registers
-using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
-using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-using Halves = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-
-#define PARVL_INLINE inline __attribute__((always_inline))
-
-PARVL_INLINE Floats load(const float* p) {
-  Floats out;
-  std::memcpy(&out, p, sizeof out);
-  return out;
-}
-
-PARVL_INLINE Floats load(const BFloat16* p) {
-  Halves halves;
-  std::memcpy(&halves, p, sizeof halves);
-  const Words words = __builtin_convertvector(halves, Words) << 16;
-  Floats out;
-  std::memcpy(&out, &words, sizeof out);
-  return out;
-}
-
-PARVL_INLINE float sum(const Floats& x) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &x, sizeof lanes);
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
-}
+using Vector = Lanes<kLanes>;
+using Floats = Vector::Floats;
 
 // A sum's order depends on k alone.
 template <typename T, int Rows, int Wide>
@@ -49,10 +18,10 @@ PARVL_INLINE void block(const float* x, const T* w, const T* bias, T* y, int64_t
   for (; i + kLanes <= k; i += kLanes) {
     Floats weights[Wide];
 #pragma GCC unroll 4
-    for (int c = 0; c < Wide; ++c) weights[c] = load(w + (o + c) * k + i);
+    for (int c = 0; c < Wide; ++c) weights[c] = Vector::load(w + (o + c) * k + i);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      const Floats values = load(x + r * k + i);
+      const Floats values = Vector::load(x + r * k + i);
 #pragma GCC unroll 4
       for (int c = 0; c < Wide; ++c) sums[r][c] += weights[c] * values;
     }
@@ -61,7 +30,7 @@ PARVL_INLINE void block(const float* x, const T* w, const T* bias, T* y, int64_t
     for (int c = 0; c < Wide; ++c) {
       float tail = bias ? widen(bias[o + c]) : 0.0f;
       for (int64_t j = i; j < k; ++j) tail += widen(w[(o + c) * k + j]) * x[r * k + j];
-      y[r * n + o + c] = narrow<T>(sum(sums[r][c]) + tail);
+      y[r * n + o + c] = narrow<T>(Vector::sum(sums[r][c]) + tail);
     }
   }
 }
@@ -93,7 +62,6 @@ PARVL_SIMD void run_bf16(const float* x, const BFloat16* w, const BFloat16* bias
 PARVL_SIMD void run_widen(const BFloat16* x, float* y, int64_t count) {
   for (int64_t i = 0; i < count; ++i) y[i] = widen(x[i]);
 }
-#undef PARVL_INLINE
 
 }  // namespace
 

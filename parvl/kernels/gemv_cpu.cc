@@ -1,48 +1,17 @@
-#include <cstring>
-
 #include "parvl/kernels/gemv.h"
-
-// The vectors stay inside this file, so how they would be passed to another does not matter.
-#pragma GCC diagnostic ignored "-Wpsabi"
+#include "parvl/kernels/lanes.h"
 
 namespace parvl::kernels {
 namespace {
 
 constexpr int64_t kLanes = 16;  // one 512-bit register of floats
-using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
-using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-using Halves = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+using Vector = Lanes<kLanes>;
+using Floats = Vector::Floats;
 
 // Several weight rows at a time read each x once, but they are short streams side by side, which the processor's own
 // prefetching does not follow: 10 instead of 29 GB/s on one core without the prefetch of what comes behind them.
 constexpr int64_t kAheadBytes = 8192;
 constexpr int64_t kLineBytes = 64;
-
-#define PARVL_INLINE inline __attribute__((always_inline))
-
-PARVL_INLINE Floats load(const float* p) {
-  Floats out;
-  std::memcpy(&out, p, sizeof out);
-  return out;
-}
-
-PARVL_INLINE Floats load(const BFloat16* p) {
-  Halves halves;
-  std::memcpy(&halves, p, sizeof halves);
-  const Words words = __builtin_convertvector(halves, Words) << 16;
-  Floats out;
-  std::memcpy(&out, &words, sizeof out);
-  return out;
-}
-
-PARVL_INLINE float sum(const Floats& x) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &x, sizeof lanes);
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
-}
 
 // Weight rows [o, o + Wide) with `Rows` rows of x. A sum's order depends on k alone, so a row's result does not depend
 // on how many rows went together. `First`: the weights come from memory, not from the cache.
@@ -60,10 +29,10 @@ PARVL_INLINE void dot_block(const float* x, const T* w, const T* bias, T* y, int
     }
     Floats values[Rows];
 #pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) values[r] = load(x + r * k + i);
+    for (int r = 0; r < Rows; ++r) values[r] = Vector::load(x + r * k + i);
 #pragma GCC unroll 8
     for (int c = 0; c < Wide; ++c) {
-      const Floats weights = load(block + c * k + i);
+      const Floats weights = Vector::load(block + c * k + i);
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) sums[r][c] += weights * values[r];
     }
@@ -72,7 +41,7 @@ PARVL_INLINE void dot_block(const float* x, const T* w, const T* bias, T* y, int
     for (int r = 0; r < Rows; ++r) {
       float tail = bias ? widen(bias[o + c]) : 0.0f;
       for (int64_t j = i; j < k; ++j) tail += widen(block[c * k + j]) * x[r * k + j];
-      y[r * n + o + c] = narrow<T>(sum(sums[r][c]) + tail);
+      y[r * n + o + c] = narrow<T>(Vector::sum(sums[r][c]) + tail);
     }
   }
 }
@@ -117,7 +86,6 @@ PARVL_SIMD void gemv_bf16(const float* x, const BFloat16* w, const BFloat16* bia
                           int64_t k, int64_t begin, int64_t end) {
   gemv_rows<BFloat16>(x, w, bias, y, rows, n, k, begin, end);
 }
-#undef PARVL_INLINE
 
 }  // namespace
 

@@ -92,6 +92,18 @@ at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Devic
   return encode_images(model, model.vision_encoder()->batch(batch.grids, device), batch.pixels);
 }
 
+std::vector<at::Tensor> each_image(const Model& model, const std::vector<ImageSpan>& images, const at::Tensor& visual) {
+  const int64_t merge = model.spec().vision->merge;
+  std::vector<at::Tensor> out;
+  int64_t row = 0;
+  for (const ImageSpan& image : images) {
+    const int64_t tokens = image.grid.patches() / (merge * merge);
+    out.push_back(visual.narrow(0, row, tokens).clone());
+    row += tokens;
+  }
+  return out;
+}
+
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual) {
   Bundle in;
   if (visual.defined()) in.set("visual", visual);

@@ -43,6 +43,8 @@ void put_pixels(const float* patches, const at::Tensor& rows);
 at::Tensor encode_images(const Model& model, const VisionBatch& batch, const at::Tensor& pixels);
 // The same; undefined without images.
 at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device);
+// Each image's rows of "visual", in memory of their own, so that an image that goes gives its memory back.
+std::vector<at::Tensor> each_image(const Model& model, const std::vector<ImageSpan>& images, const at::Tensor& visual);
 // The decoder's output "hidden" [T, hidden] without autograd.
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual);
 

@@ -90,6 +90,11 @@ at::Tensor own_state(const OptimGroupState& group, const at::Tensor& state) {
   return !state.defined() || state.size(0) == group.part_size ? state : own(group, state);
 }
 
+// Every rank's part into a whole flat tensor.
+void gather_parts(const OptimGroupState& group, const at::Tensor& part, const at::Tensor& whole) {
+  wait(group.data->all_gather(buffer_of(part), buffer_of(whole)));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params, const Recipe& recipe, DType dtype,
@@ -142,7 +147,7 @@ void Optimizer::unshard() {
     if (group.data == nullptr) continue;
     const auto gather = [&](at::Tensor& state) {
       const at::Tensor whole = at::empty({group.part_size * group.data->size()}, state.options());
-      wait(group.data->all_gather(buffer_of(state), buffer_of(whole)));
+      gather_parts(group, state, whole);
       state = whole;
     };
     if (group.moment1.defined()) gather(group.moment1);
@@ -188,8 +193,7 @@ at::Tensor Optimizer::grad_norm() const {
 void Optimizer::gather_grads() {
   for (OptimGroupState& group : groups_) {
     if (!zero1_ || group.data == nullptr) continue;
-    const at::Tensor part = own(group, group.grad).clone();
-    wait(group.data->all_gather(buffer_of(part), buffer_of(group.grad)));
+    gather_parts(group, own(group, group.grad).clone(), group.grad);
   }
 }
 
@@ -226,8 +230,7 @@ void Optimizer::share_values() {
     const bool one = group.value.is_same(group.master);
     if (!one) own(group, group.value).copy_(own_state(group, group.master));
     if (!zero1_ || group.data == nullptr) continue;
-    const at::Tensor part = own(group, group.value).clone();
-    wait(group.data->all_gather(buffer_of(part), buffer_of(group.value)));
+    gather_parts(group, own(group, group.value).clone(), group.value);
   }
 }
 

@@ -161,9 +161,14 @@ absl::StatusOr<StepResult> Trainer::compute_gradients(const GlobalBatch& batch) 
 
 absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
   PARVL_ASSIGN_OR_RETURN(const StepResult result, compute_gradients(batch));
+  PARVL_RETURN_IF_ERROR(update(result));
+  return result;
+}
+
+absl::Status Trainer::update(const StepResult& result) {
   if (result.targets == 0) {
     optimizer_->skip_step();
-    return result;
+    return absl::OkStatus();
   }
   const int64_t step = optimizer_->steps_done();
   if (!std::isfinite(result.loss) || !std::isfinite(result.grad_norm)) {
@@ -178,7 +183,7 @@ absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
   worth_saving_ = false;  // stays so when the update throws half-way
   optimizer_->step(lr_factor(recipe_.optim, step, recipe_.train.steps));
   worth_saving_ = true;
-  return result;
+  return absl::OkStatus();
 }
 
 absl::Status Trainer::after_step(const StepResult& result, double seconds) {

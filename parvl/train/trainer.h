@@ -61,6 +61,8 @@ class Trainer {
   // The part of it before the update: loss, and in main_grad the gradients of the whole global batch (with ZeRO-1 only
   // of this rank's part), not clipped. Nothing is computed for a batch without targets.
   absl::StatusOr<StepResult> compute_gradients(const GlobalBatch& batch);
+  // The rest of it: refuses what is not finite, clips, updates.
+  absl::Status update(const StepResult& result);
   // Batches from the optimizer's step on.
   std::unique_ptr<BatchLoader> make_loader() const;
   const Model& model() const { return *model_; }

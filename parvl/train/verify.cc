@@ -53,16 +53,14 @@ absl::StatusOr<VerifyRun> run_steps(const Recipe& recipe, const TrainerEnvironme
     for (int64_t step = 0; step < steps; ++step) {
       const absl::StatusOr<GlobalBatch> batch = loader->next();
       PARVL_RETURN_IF_ERROR(trainer->ranks().agree(batch.status()));
-      if (out.gradients.empty()) {
-        PARVL_ASSIGN_OR_RETURN(const StepResult first, trainer->compute_gradients(*batch));
-        if (first.targets > 0) {
-          trainer->optimizer().gather_grads();
-          out.gradients = copies(trainer->model(), &Param::main_grad);
-          out.loss = first.loss;
-          out.grad_norm = first.grad_norm;
-        }
+      PARVL_ASSIGN_OR_RETURN(const StepResult result, trainer->compute_gradients(*batch));
+      if (out.gradients.empty() && result.targets > 0) {
+        trainer->optimizer().gather_grads();
+        out.gradients = copies(trainer->model(), &Param::main_grad);
+        out.loss = result.loss;
+        out.grad_norm = result.grad_norm;
       }
-      PARVL_ASSIGN_OR_RETURN(const StepResult result, trainer->train_step(*batch));
+      PARVL_RETURN_IF_ERROR(trainer->update(result));
       out.losses.push_back(result.loss);
     }
     out.weights = copies(trainer->model(), &Param::value);

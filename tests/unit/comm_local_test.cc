@@ -185,7 +185,7 @@ TEST(LocalGroup, AnAbandonedCallEndsTheGroup) {
 }
 
 TEST(LocalGroup, RanksThatDisagreeAboutAGroupAreToldSo) {
-  run_world(2, {}, [](Communicator& rank) {
+  run_local_world(2, {}, [](Communicator& rank) {
     const auto first = rank.join({"a", {0, 1}});
     ASSERT_TRUE(first.ok());
     ASSERT_TRUE((*first)->barrier()->wait().ok());

@@ -163,7 +163,7 @@ TEST(DeviceMesh, GroupsConnectTheRanksThatThePlanNames) {
   spec.vision_encoder = layout(1, 1, 2, 1);
   spec.vision_encoder->ranks = 2;
   const MeshPlan plan = *plan_mesh(spec, {"vision_encoder", "projector"});
-  run_world(plan.world, {}, [&](Communicator& communicator) {
+  run_local_world(plan.world, {}, [&](Communicator& communicator) {
     const auto mesh = DeviceMesh::connect(plan, communicator);
     ASSERT_TRUE(mesh.ok()) << mesh.status();
     for (const GroupSpec& spec : plan.groups) {
@@ -186,7 +186,7 @@ TEST(DeviceMesh, GroupsConnectTheRanksThatThePlanNames) {
 TEST(DeviceMesh, AnotherNumberOfProcessesIsRefused) {
   ParallelSpec spec;
   spec.llm = layout(2, 1, 2, 1);
-  run_world(3, {}, [&](Communicator& communicator) {
+  run_local_world(3, {}, [&](Communicator& communicator) {
     EXPECT_THAT(DeviceMesh::connect(*plan_mesh(spec, {}), communicator).status().message(),
                 HasSubstr("the layout has 4 ranks, but 3 processes were started"));
   });

@@ -2,7 +2,6 @@
 #include <absl/strings/match.h>
 
 #include <cmath>
-#include <thread>
 
 #include "parvl/comm/local/local_group.h"
 #include "parvl/train/verify.h"
@@ -29,32 +28,34 @@ class ParallelTrainTest : public TrainFixture {
     recipe_.optim.schedule = "cosine";
   }
 
+  // The fixture's sinks are rank 0's.
+  TrainerEnvironment rank_environment(Communicator& communicator) {
+    TrainerEnvironment env = environment();
+    if (communicator.rank() > 0) {
+      env.write = [](std::string_view) {};
+      env.record = {};
+      env.stop_requested = {};
+    }
+    env.communicator = &communicator;
+    return env;
+  }
+
   Outcome train(int64_t dp, int64_t zero) {
     recipe_.parallel.llm.dp = dp;
     recipe_.parallel.zero = zero;
     events_.clear();
-    const auto communicators = make_local_communicators(dp, {});
     Outcome out;
     out.statuses.resize(static_cast<size_t>(dp));
     out.values.resize(static_cast<size_t>(dp));
-    std::vector<std::thread> threads;
-    for (size_t rank = 0; rank < communicators.size(); ++rank) {
-      threads.emplace_back([&, rank] {
-        TrainerEnvironment env = environment();
-        if (rank > 0) {  // the fixture's sinks are rank 0's
-          env.write = [](std::string_view) {};
-          env.record = {};
-          env.stop_requested = {};
-        }
-        env.communicator = communicators[rank].get();
-        auto trainer = Trainer::create(recipe_, env);
-        out.statuses[rank] = trainer.ok() ? (*trainer)->run() : trainer.status();
-        if (!out.statuses[rank].ok()) return;
-        for (const Param* param : (*trainer)->model().params().owned())
-          out.values[rank][param->name] = param->value.clone();
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    run_local_world(dp, {}, [&](Communicator& communicator) {
+      const auto rank = static_cast<size_t>(communicator.rank());
+      auto trainer = Trainer::create(recipe_, rank_environment(communicator));
+      out.statuses[rank] = trainer.ok() ? (*trainer)->run() : trainer.status();
+      if (!out.statuses[rank].ok()) return;
+      for (const Param* param : (*trainer)->model().params().owned()) {
+        out.values[rank][param->name] = param->value.clone();
+      }
+    });
     out.losses = losses();
     for (const Json& event : events_) {
       if (event["event"] == "step") out.norms.push_back(event["grad_norm"].get<double>());
@@ -164,19 +165,10 @@ TEST_F(ParallelTrainTest, VerifyFindsEqualGradientsAndSeesUnequalOnes) {
   for (const int64_t zero : {0, 1}) {
     recipe_.parallel.llm.dp = 4;
     recipe_.parallel.zero = zero;
-    const auto communicators = make_local_communicators(4, {});
     std::vector<absl::StatusOr<VerifyRun>> runs(4);
-    std::vector<std::thread> threads;
-    for (size_t rank = 0; rank < 4; ++rank) {
-      threads.emplace_back([&, rank] {
-        TrainerEnvironment env = environment();
-        env.write = [](std::string_view) {};
-        env.record = {};
-        env.communicator = communicators[rank].get();
-        runs[rank] = run_steps(recipe_, env, 3);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    run_local_world(4, {}, [&](Communicator& rank) {
+      runs[static_cast<size_t>(rank.rank())] = run_steps(recipe_, rank_environment(rank), 3);
+    });
     for (const auto& run : runs) {
       ASSERT_TRUE(run.ok()) << run.status();
       const VerifyResult result = compare(*run, want);
@@ -199,23 +191,14 @@ TEST_F(ParallelTrainTest, VerifyFindsEqualGradientsAndSeesUnequalOnes) {
 TEST_F(ParallelTrainTest, UnlikeRecipesAreRefused) {
   recipe_.parallel.llm.dp = 2;
   for (int what = 0; what < 3; ++what) {
-    const auto communicators = make_local_communicators(2, {});
     std::vector<absl::Status> statuses(2);
-    std::vector<std::thread> threads;
-    for (size_t rank = 0; rank < 2; ++rank) {
-      threads.emplace_back([&, rank] {
-        Recipe recipe = recipe_;
-        if (rank == 1 && what == 0) recipe.optim.lr *= 2;
-        if (rank == 1 && what == 1) recipe.parallel.zero = 1;
-        if (rank == 1 && what == 2) recipe.seed += 1;
-        TrainerEnvironment env = environment();
-        env.write = [](std::string_view) {};
-        env.record = {};
-        env.communicator = communicators[rank].get();
-        statuses[rank] = Trainer::create(recipe, env).status();
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    run_local_world(2, {}, [&](Communicator& rank) {
+      Recipe recipe = recipe_;
+      if (rank.rank() == 1 && what == 0) recipe.optim.lr *= 2;
+      if (rank.rank() == 1 && what == 1) recipe.parallel.zero = 1;
+      if (rank.rank() == 1 && what == 2) recipe.seed += 1;
+      statuses[static_cast<size_t>(rank.rank())] = Trainer::create(recipe, rank_environment(rank)).status();
+    });
     for (const absl::Status& status : statuses) {
       const char* const sections[] = {"'optim'", "'parallel'", "'model'"};
       EXPECT_EQ(exit_code(status), 2) << status;

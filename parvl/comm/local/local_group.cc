@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "parvl/base/check.h"
@@ -355,6 +356,13 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int64_t worl
   std::vector<std::unique_ptr<Communicator>> out;
   for (int64_t rank = 0; rank < world; ++rank) out.push_back(std::make_unique<LocalCommunicator>(shared, rank));
   return out;
+}
+
+void run_local_world(int64_t world, const LocalOptions& options, const std::function<void(Communicator&)>& body) {
+  const auto ranks = make_local_communicators(world, options);
+  std::vector<std::thread> threads;
+  for (const auto& rank : ranks) threads.emplace_back([&body, &rank] { body(*rank); });
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace parvl
