@@ -9,7 +9,8 @@
 namespace parvl {
 namespace {
 
-// Numbers of patches that graphs are recorded for: at most a quarter is computed for nothing.
+// Numbers of patches that graphs are recorded for, a third apart at most. A batch of many small frames takes one with
+// room for their borders, however few patches they are.
 std::vector<int64_t> bucket_sizes(int64_t max_patches, int64_t merged) {
   std::vector<int64_t> out;
   for (int64_t size = 256; size < max_patches; size += size < 512 ? 128 : size < 2048 ? 256 : 512) {
