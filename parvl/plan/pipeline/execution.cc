@@ -138,9 +138,10 @@ class Execution {
     const std::vector<int64_t> members = schedule_.members(static_cast<int64_t>(r), here);
     double begin = 0, seconds = 0;
     for (const int64_t member : members) {
-      if (!is_there(static_cast<size_t>(member), here)) return;
-      begin = std::max(begin, ranks_[static_cast<size_t>(member)].now);
-      seconds = std::max(seconds, seconds_(member, here));
+      const auto m = static_cast<size_t>(member);
+      if (!is_there(m, here)) return;
+      begin = std::max(begin, ranks_[m].now);
+      seconds = std::max(seconds, seconds_(member, action(m, ranks_[m].next)));
     }
     for (const int64_t member : members) {
       const auto m = static_cast<size_t>(member);
