@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "parvl/plan/pipeline/messages.h"
 #include "parvl/plan/pipeline/schedule.h"
 #include "parvl/plan/pipeline/schedule_check.h"
 
@@ -210,6 +211,59 @@ TEST(OneForwardOneBackward, ShapesThatAreNoneAreRefused) {
   s = shape(1, 1);
   s.encoder = EncoderPlace::kOwnRanks;
   EXPECT_THAT(refusal(s), HasSubstr("needs a rank"));
+}
+
+TEST(StageMessages, RowsInChunks) {
+  const auto chunks = [](int64_t rows, int64_t parts) {
+    std::vector<int64_t> out;
+    for (int64_t part = 0; part < parts; ++part) out.push_back(row_chunk(rows, parts, part).count);
+    return out;
+  };
+  EXPECT_THAT(chunks(8, 4), ElementsAre(2, 2, 2, 2));
+  EXPECT_THAT(chunks(7, 4), ElementsAre(2, 2, 2, 1));
+  EXPECT_THAT(chunks(5, 4), ElementsAre(2, 2, 1, 0));
+  EXPECT_THAT(chunks(1, 3), ElementsAre(1, 0, 0));
+  EXPECT_THAT(chunks(0, 2), ElementsAre(0, 0));
+  EXPECT_EQ(row_chunk(7, 4, 3), (RowRange{6, 1}));
+  EXPECT_EQ(row_chunk(5, 4, 3), (RowRange{5, 0}));
+}
+
+RC_GTEST_PROP(StageMessages, ChunksCoverTheRowsInOrder, ()) {
+  const int64_t rows = *rc::gen::inRange(0, 1000), parts = *rc::gen::inRange(1, 65);
+  int64_t next = 0;
+  for (int64_t part = 0; part < parts; ++part) {
+    const RowRange range = row_chunk(rows, parts, part);
+    RC_ASSERT(range.begin == next);
+    RC_ASSERT(range.count >= 0);
+    RC_ASSERT(range.count <= (rows + parts - 1) / parts);
+    next += range.count;
+  }
+  RC_ASSERT(next == rows);
+}
+
+TEST(StageMessages, HiddenRowsAreCutAndVisualRowsAreNot) {
+  ModelSpec spec;
+  spec.backbone.hidden = 896;
+  const MicrobatchRows rows{101, 64};
+  const auto hidden = stage_tensors(spec, 0, DType::kBFloat16);
+  EXPECT_THAT(stage_messages(hidden, rows, 1, 0), ElementsAre(StageMessage{"hidden", 101, 896, DType::kBFloat16}));
+  EXPECT_THAT(stage_messages(hidden, rows, 2, 0), ElementsAre(StageMessage{"hidden", 51, 896, DType::kBFloat16}));
+  EXPECT_THAT(stage_messages(hidden, rows, 2, 1), ElementsAre(StageMessage{"hidden", 50, 896, DType::kBFloat16}));
+  EXPECT_EQ(message_bytes(stage_messages(hidden, rows, 2, 1)), 50 * 896 * 2);
+  EXPECT_THAT(stage_messages(stage_tensors(spec, kEncoderStage, DType::kFloat32), rows, 2, 1),
+              ElementsAre(StageMessage{"visual", 64, 896, DType::kFloat32}));
+}
+
+// Features that enter at later layers travel beside the hidden rows.
+TEST(StageMessages, ABundleMayHoldMore) {
+  const std::vector<StageTensor> bundle = {{"hidden", StageTensor::Rows::kTokens, 8, DType::kFloat32, true},
+                                           {"deepstack.0", StageTensor::Rows::kVisual, 8, DType::kFloat32, true},
+                                           {"deepstack.1", StageTensor::Rows::kVisual, 16, DType::kFloat64, false}};
+  const std::vector<StageMessage> messages = stage_messages(bundle, {10, 5}, 4, 3);
+  EXPECT_THAT(messages, ElementsAre(StageMessage{"hidden", 1, 8, DType::kFloat32},
+                                    StageMessage{"deepstack.0", 0, 8, DType::kFloat32},
+                                    StageMessage{"deepstack.1", 5, 16, DType::kFloat64}));
+  EXPECT_EQ(message_bytes(messages), 8 * 4 + 5 * 16 * 8);
 }
 
 }  // namespace
