@@ -2,71 +2,15 @@
 
 #include <algorithm>
 
+#include "parvl/plan/cost/values.h"
+
 namespace parvl {
 namespace {
 
 constexpr int64_t kAlign = 64;  // values (ParamTable::allocate)
 
-// Tensors one after another.
-struct Sum {
-  int64_t values = 0;
-  void tensor(int64_t count) { values += (count + kAlign - 1) / kAlign * kAlign; }
-  void linear(int64_t in, int64_t out, bool bias) {
-    tensor(in * out);
-    if (bias) tensor(out);
-  }
-  void norm(int64_t size, bool bias) {
-    tensor(size);
-    if (bias) tensor(size);
-  }
-};
-
-int64_t backbone_values(const BackboneSpec& b) {
-  const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;
-  Sum layer;
-  layer.norm(b.hidden, false);
-  layer.linear(b.hidden, q, b.qkv_bias);
-  layer.linear(b.hidden, kv, b.qkv_bias);
-  layer.linear(b.hidden, kv, b.qkv_bias);
-  layer.linear(q, b.hidden, b.out_bias);
-  layer.norm(b.hidden, false);
-  layer.linear(b.hidden, b.intermediate, b.mlp_bias);
-  layer.linear(b.hidden, b.intermediate, b.mlp_bias);
-  layer.linear(b.intermediate, b.hidden, b.mlp_bias);
-  Sum rest;
-  rest.norm(b.hidden, false);
-  rest.tensor(b.vocab * b.hidden);
-  if (!b.tied) rest.tensor(b.vocab * b.hidden);
-  return b.layers * layer.values + rest.values;
-}
-
 // Windows, RMSNorm and a gated MLP are Qwen2.5-VL's.
 bool is_gated(const ModelSpec& spec) { return spec.family == Family::kQwen25Vl; }
-
-int64_t vision_values(const ModelSpec& spec) {
-  const VisionSpec& v = *spec.vision;
-  const bool gated = is_gated(spec);
-  Sum block;
-  block.norm(v.hidden, !gated);
-  block.linear(v.hidden, 3 * v.hidden, true);
-  block.linear(v.hidden, v.hidden, true);
-  block.norm(v.hidden, !gated);
-  for (int i = 0; i < (gated ? 2 : 1); ++i) block.linear(v.hidden, v.intermediate, true);
-  block.linear(v.intermediate, v.hidden, true);
-  Sum embed;
-  embed.tensor(v.hidden * v.patch_values());
-  return v.layers * block.values + embed.values;
-}
-
-int64_t projector_values(const ModelSpec& spec) {
-  const VisionSpec& v = *spec.vision;
-  const int64_t joined = v.hidden * v.merge * v.merge;
-  Sum sum;
-  sum.norm(v.hidden, !is_gated(spec));
-  sum.linear(joined, joined, true);
-  sum.linear(joined, spec.backbone.hidden, true);
-  return sum.values;
-}
 
 int64_t wide_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 
@@ -116,12 +60,9 @@ int64_t product_scratch(int64_t rows, int64_t width, DType dtype, const Target& 
 }  // namespace
 
 WeightBytes weight_bytes(const ModelSpec& spec, DType dtype) {
-  WeightBytes out;
-  out.backbone = backbone_values(spec.backbone) * dtype_bytes(dtype);
-  if (!spec.vision) return out;
-  out.vision_encoder = vision_values(spec) * dtype_bytes(dtype);
-  out.projector = projector_values(spec) * dtype_bytes(dtype);
-  return out;
+  const ValueCounts counts = value_counts(spec, kAlign);
+  const int64_t bytes = dtype_bytes(dtype);
+  return {counts.vision_encoder * bytes, counts.projector * bytes, counts.backbone() * bytes};
 }
 
 int64_t kv_bytes_a_token(const BackboneSpec& spec, DType dtype) {
