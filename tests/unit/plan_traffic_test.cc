@@ -72,28 +72,28 @@ TEST(Values, AlignmentRoundsEachTensorUp) {
 }
 
 TEST(Traffic, WhatARingSends) {
-  EXPECT_EQ(sent_bytes(Call::kAllReduce, 1000, 1), 0);
-  EXPECT_EQ(sent_bytes(Call::kAllReduce, 1000, 2), 1000);
-  EXPECT_EQ(sent_bytes(Call::kAllReduce, 1000, 4), 1500);
-  EXPECT_EQ(sent_bytes(Call::kReduceScatter, 1000, 4), 750);
-  EXPECT_EQ(sent_bytes(Call::kAllGather, 1000, 3), 667);
-  EXPECT_EQ(sent_bytes(Call::kSend, 1000, 2), 1000);
+  EXPECT_EQ(sent_bytes(CallKind::kAllReduce, 1000, 1), 0);
+  EXPECT_EQ(sent_bytes(CallKind::kAllReduce, 1000, 2), 1000);
+  EXPECT_EQ(sent_bytes(CallKind::kAllReduce, 1000, 4), 1500);
+  EXPECT_EQ(sent_bytes(CallKind::kReduceScatter, 1000, 4), 750);
+  EXPECT_EQ(sent_bytes(CallKind::kAllGather, 1000, 3), 667);
+  EXPECT_EQ(sent_bytes(CallKind::kSend, 1000, 2), 1000);
 }
 
 TEST(Traffic, DataParallel) {
   EXPECT_THAT(data_parallel_traffic({100, 10}, {.ranks = 1}), IsEmpty());
   EXPECT_THAT(data_parallel_traffic({}, {.ranks = 4}), IsEmpty());
-  EXPECT_THAT(data_parallel_traffic({100, 10}, {.ranks = 2}), ElementsAre(Traffic{Call::kAllReduce, 2, 440, 440}));
+  EXPECT_THAT(data_parallel_traffic({100, 10}, {.ranks = 2}), ElementsAre(Traffic{CallKind::kAllReduce, 2, 440, 440}));
   EXPECT_THAT(data_parallel_traffic({100}, {.ranks = 4, .zero = 0, .master = DType::kFloat64}),
-              ElementsAre(Traffic{Call::kAllReduce, 1, 800, 1200}));
+              ElementsAre(Traffic{CallKind::kAllReduce, 1, 800, 1200}));
 }
 
 TEST(Traffic, ZeroOneGathersInTheForwardsType) {
   // 10 values in 4 parts of 3: 12. Gradients in float32, weights in bfloat16.
   const DataParallel shape{.ranks = 4, .zero = 1, .master = DType::kFloat32, .value = DType::kBFloat16};
   EXPECT_THAT(data_parallel_traffic({10, 4}, shape),
-              ElementsAre(Traffic{Call::kAllReduce, 2, 16, 24}, Traffic{Call::kReduceScatter, 2, 64, 48},
-                          Traffic{Call::kAllGather, 2, 32, 24}));
+              ElementsAre(Traffic{CallKind::kAllReduce, 2, 16, 24}, Traffic{CallKind::kReduceScatter, 2, 64, 48},
+                          Traffic{CallKind::kAllGather, 2, 32, 24}));
 }
 
 // ZeRO-1 sends what an all-reduce does where nothing is padded and types are one, but for the norm.
@@ -104,7 +104,7 @@ RC_GTEST_PROP(Traffic, ZeroOneCostsWhatAnAllReduceDoes, ()) {
   shape.zero = 1;
   int64_t sent = 0;
   for (const Traffic& traffic : data_parallel_traffic(groups, shape)) {
-    if (traffic.call != Call::kAllReduce) sent += traffic.sent;
+    if (traffic.call != CallKind::kAllReduce) sent += traffic.sent;
   }
   RC_ASSERT(sent == plain);
 }

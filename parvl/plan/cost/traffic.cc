@@ -4,30 +4,30 @@
 
 namespace parvl {
 
-const char* to_string(Call call) {
+const char* to_string(CallKind call) {
   switch (call) {
-    case Call::kAllReduce:
+    case CallKind::kAllReduce:
       return "all_reduce";
-    case Call::kReduceScatter:
+    case CallKind::kReduceScatter:
       return "reduce_scatter";
-    case Call::kAllGather:
+    case CallKind::kAllGather:
       return "all_gather";
-    case Call::kSend:
+    case CallKind::kSend:
       return "send";
   }
   return "?";
 }
 
-int64_t sent_bytes(Call call, int64_t bytes, int64_t ranks) {
-  if (call == Call::kSend) return bytes;
-  const int64_t times = (call == Call::kAllReduce ? 2 : 1) * (ranks - 1);
+int64_t sent_bytes(CallKind call, int64_t bytes, int64_t ranks) {
+  if (call == CallKind::kSend) return bytes;
+  const int64_t times = (call == CallKind::kAllReduce ? 2 : 1) * (ranks - 1);
   return (times * bytes + ranks - 1) / ranks;
 }
 
 std::vector<Traffic> data_parallel_traffic(const std::vector<int64_t>& groups, const DataParallel& shape) {
   if (shape.ranks == 1 || groups.empty()) return {};
-  std::map<Call, Traffic> of;
-  const auto add = [&](Call call, int64_t bytes) {
+  std::map<CallKind, Traffic> of;
+  const auto add = [&](CallKind call, int64_t bytes) {
     Traffic& traffic = of[call];
     traffic.call = call;
     ++traffic.calls;
@@ -36,13 +36,13 @@ std::vector<Traffic> data_parallel_traffic(const std::vector<int64_t>& groups, c
   };
   for (const int64_t values : groups) {
     if (shape.zero == 0) {
-      add(Call::kAllReduce, values * dtype_bytes(shape.master));
+      add(CallKind::kAllReduce, values * dtype_bytes(shape.master));
       continue;
     }
     const int64_t padded = (values + shape.ranks - 1) / shape.ranks * shape.ranks;
-    add(Call::kReduceScatter, padded * dtype_bytes(shape.master));
-    add(Call::kAllReduce, dtype_bytes(DType::kFloat64));
-    add(Call::kAllGather, padded * dtype_bytes(shape.value));
+    add(CallKind::kReduceScatter, padded * dtype_bytes(shape.master));
+    add(CallKind::kAllReduce, dtype_bytes(DType::kFloat64));
+    add(CallKind::kAllGather, padded * dtype_bytes(shape.value));
   }
   std::vector<Traffic> out;
   for (const auto& [call, traffic] : of) out.push_back(traffic);

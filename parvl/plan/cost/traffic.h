@@ -12,12 +12,12 @@
 
 namespace parvl {
 
-enum class Call { kAllReduce, kReduceScatter, kAllGather, kSend };
-const char* to_string(Call call);  // "all_reduce", as ProcessGroup's functions
+enum class CallKind { kAllReduce, kReduceScatter, kAllGather, kSend };
+const char* to_string(CallKind call);  // "all_reduce", as ProcessGroup's functions
 
 // Calls of one kind by one rank in one group.
 struct Traffic {
-  Call call = Call::kAllReduce;
+  CallKind call = CallKind::kAllReduce;
   int64_t calls = 0;
   int64_t bytes = 0;  // of the calls' buffers; of a gather or scatter the whole tensor, not the rank's part
   int64_t sent = 0;   // by the rank, where the backend is as good as a ring
@@ -27,7 +27,7 @@ struct Traffic {
 // Bytes that each of `ranks` must send for a call on `bytes`, rounded up: (n − 1)/n of the tensor for a reduce-scatter
 // or all-gather, twice that for an all-reduce, which is one after the other; no algorithm sends less (Patarasuk and
 // Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
-int64_t sent_bytes(Call call, int64_t bytes, int64_t ranks);
+int64_t sent_bytes(CallKind call, int64_t bytes, int64_t ranks);
 
 // One step of data parallelism over `ranks`, per rank. `groups`: the values of each of its optimizer's flat tensors
 // (parameters of one module, learning rate and weight decay).
