@@ -83,6 +83,10 @@ class Bench:
             if clients == 1:
                 self.row(f"{name}, {how}: to the first token", median(mine, "ttft_ms"), median(peer, "ttft_ms"), "ms")
 
+    def products(self):
+        print("products of the CPU ...", flush=True)
+        self.notes.append(self.run([self.build / "bench" / "linear_bench", self.threads]).rstrip())
+
     def training(self, name, model, micro_batch, steps):
         print(f"{name} ...", flush=True)
         data = self.folder / "data"
@@ -196,6 +200,7 @@ def main():
             "0.5b engine 8": lambda: bench.batches("0.5B bf16, 8 clients", half, "bfloat16", 8, 32, 256, 64),
             "0.5b engine 32": lambda: bench.batches("0.5B bf16, 32 clients", half, "bfloat16", 32, 96, 256, 64),
             "0.5b train": lambda: bench.training("0.5B bf16 training step", half, 2, 4),
+            "cpu products": bench.products,
             "easy-vqa": lambda: bench.generation("easy-VQA bf16, image", EXAMPLE, "bfloat16", 0, 32, IMAGE),
         }
         gpu = GpuBench(bench, args.gpu_python)

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "parvl/base/check.h"
+#include "parvl/kernels/gemm_amx.h"
 #include "parvl/kernels/gemm_bf16.h"
 #include "parvl/kernels/gemm_widened.h"
 #include "parvl/kernels/gemv.h"
@@ -26,7 +27,7 @@ constexpr int64_t kGrain = 1 << 14;
 int64_t grain_rows(int64_t row_size) { return std::max<int64_t>(1, kGrain / row_size); }
 
 // Which of our products takes these rows.
-enum class Product { kLibrary, kFloat, kFewBFloat16, kManyBFloat16, kBFloat16 };
+enum class Product { kLibrary, kFloat, kFewBFloat16, kManyBFloat16, kBFloat16, kTiles };
 
 // Values of widened rows that one product reads again and again: they stay in a core's second-level cache.
 constexpr int64_t kCachedValues = 1 << 16;
@@ -42,6 +43,9 @@ Product product_for(const at::Tensor& x, absl::Span<const WeightBias> weights) {
   if (x.scalar_type() != at::kBFloat16) return Product::kLibrary;
   if (!kernels::has_bf16_dot()) return few ? Product::kFewBFloat16 : Product::kManyBFloat16;
   if (rows < kernels::kGemmBf16MinRows) return Product::kFewBFloat16;
+  if (kernels::has_amx() && x.size(-1) % kernels::kAmxStep == 0) {
+    return rows <= kernels::kGemmAmxMaxRows ? Product::kTiles : Product::kLibrary;
+  }
   return rows <= kernels::kGemmBf16MaxRows ? Product::kBFloat16 : Product::kLibrary;
 }
 
@@ -106,6 +110,15 @@ void run_gemm_bf16(const at::Tensor& x, absl::Span<const WeightBias> weights, co
   });
 }
 
+void run_gemm_amx(const at::Tensor& x, absl::Span<const WeightBias> weights, const std::vector<at::Tensor>& ys) {
+  const int64_t k = x.size(-1), rows = x.numel() / k;
+  const std::vector<BFloat16> packed = kernels::pack_for_amx(kernel_data<BFloat16>(x), rows, k);
+  over_all_outputs(weights, ys, k * rows, [&](const WeightBias& part, const at::Tensor& y, int64_t from, int64_t to) {
+    kernels::gemm_amx(packed.data(), kernel_data<BFloat16>(part.weight), bias_data<BFloat16>(part),
+                      kernel_data<BFloat16>(y), rows, part.weight.size(0), k, from, to);
+  });
+}
+
 }  // namespace
 
 std::vector<at::Tensor> linears(const at::Tensor& input, absl::Span<const WeightBias> weights) {
@@ -123,7 +136,9 @@ std::vector<at::Tensor> linears(const at::Tensor& input, absl::Span<const Weight
     ys.push_back(at::empty(shape, input.options()));
   }
   const at::Tensor x = input.contiguous();
-  if (product == Product::kBFloat16) {
+  if (product == Product::kTiles) {
+    run_gemm_amx(x, weights, ys);
+  } else if (product == Product::kBFloat16) {
     run_gemm_bf16(x, weights, ys);
   } else if (product == Product::kManyBFloat16) {
     run_many_rows(x, weights, ys);

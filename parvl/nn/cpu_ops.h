@@ -14,8 +14,8 @@ struct WeightBias {
   at::Tensor weight;  // [O, I]
   at::Tensor bias;    // [O] or undefined
 };
-// x against each of the weights, as at::linear, but a few rows against 16- or 32-bit weights on the CPU go through the
-// matrix-vector kernel, all weights in one parallel loop. Any device.
+// x against each of the weights, as at::linear, but a few rows against 16- or 32-bit weights on the CPU go through our
+// own products, all weights in one parallel loop. Any device.
 std::vector<at::Tensor> linears(const at::Tensor& x, absl::Span<const WeightBias> weights);
 // The same for one.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);

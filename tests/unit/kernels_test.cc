@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "parvl/base/rng.h"
+#include "parvl/kernels/gemm_amx.h"
 #include "parvl/kernels/gemm_bf16.h"
 #include "parvl/kernels/gemm_widened.h"
 #include "parvl/kernels/gemv.h"
@@ -94,18 +95,18 @@ void check_gemv(Multiply multiply, int64_t rows, int64_t n, int64_t k, bool with
   expect_close(y, want, 1);
 }
 
-// A row's result is the same to the bit in whatever company, and close to the exact sum.
-TEST(GemmBf16, EveryRowCountAndOddSizes) {
-  if (!has_bf16_dot()) GTEST_SKIP() << "this processor has no AVX512_BF16";
-  const int64_t n = 13;
-  for (const int64_t k : {1, 31, 32, 33, 200, 1027}) {
-    const auto x = random_values<BFloat16>(static_cast<size_t>(40 * k), 1);
-    const auto w = random_values<BFloat16>(static_cast<size_t>(n * k), 2);
-    const auto bias = random_values<BFloat16>(static_cast<size_t>(n), 3);
+// `multiply(x, w, bias, y, rows, n, begin, end)` for `most` rows and fewer: a row's result is the same to the bit in
+// whatever company, close to the exact sum, and the outputs may be shared out in any way.
+template <typename Multiply>
+void check_bf16_rows(Multiply multiply, int64_t least, int64_t most, int64_t n, int64_t k) {
+  const auto x = random_values<BFloat16>(static_cast<size_t>(most * k), 1);
+  const auto w = random_values<BFloat16>(static_cast<size_t>(n * k), 2);
+  const auto bias = random_values<BFloat16>(static_cast<size_t>(n), 3);
+  for (const BFloat16* offsets : {static_cast<const BFloat16*>(nullptr), bias.data()}) {
     std::vector<double> want;
-    for (int64_t r = 0; r < 40; ++r) {
+    for (int64_t r = 0; r < most; ++r) {
       for (int64_t o = 0; o < n; ++o) {
-        double sum = static_cast<double>(widen(bias[static_cast<size_t>(o)]));
+        double sum = offsets != nullptr ? static_cast<double>(widen(offsets[o])) : 0;
         for (int64_t i = 0; i < k; ++i) {
           sum += static_cast<double>(widen(x[static_cast<size_t>(r * k + i)])) *
                  static_cast<double>(widen(w[static_cast<size_t>(o * k + i)]));
@@ -113,16 +114,36 @@ TEST(GemmBf16, EveryRowCountAndOddSizes) {
         want.push_back(sum);
       }
     }
-    std::vector<BFloat16> all(static_cast<size_t>(40 * n));
-    gemm_bf16(x.data(), w.data(), bias.data(), all.data(), 40, n, k, 0, n);
+    std::vector<BFloat16> all(static_cast<size_t>(most * n));
+    multiply(x.data(), w.data(), offsets, all.data(), most, n, k, 0, n);
     expect_close(all, want, 1);
-    for (int64_t rows = kGemmBf16MinRows; rows < 40; ++rows) {
+    for (int64_t rows = least; rows < most; ++rows) {
       SCOPED_TRACE(::testing::Message() << rows << " rows, k " << k);
-      std::vector<BFloat16> y(static_cast<size_t>(rows * n));
-      gemm_bf16(x.data(), w.data(), bias.data(), y.data(), rows, n, k, 0, 5);  // two threads' shares
-      gemm_bf16(x.data(), w.data(), bias.data(), y.data(), rows, n, k, 5, n);
+      const BFloat16 untouched = narrow<BFloat16>(-77);
+      std::vector<BFloat16> y(static_cast<size_t>(rows * n), untouched);
+      multiply(x.data(), w.data(), offsets, y.data(), rows, n, k, 0, n / 3);  // two threads' shares
+      for (size_t i = 0; i < y.size(); ++i) {
+        ASSERT_EQ(y[i].bits, static_cast<int64_t>(i) % n < n / 3 ? all[i].bits : untouched.bits);
+      }
+      multiply(x.data(), w.data(), offsets, y.data(), rows, n, k, n / 3, n);
       for (size_t i = 0; i < y.size(); ++i) ASSERT_EQ(y[i].bits, all[i].bits);
     }
+  }
+}
+
+TEST(GemmBf16, EveryRowCountAndOddSizes) {
+  if (!has_bf16_dot()) GTEST_SKIP() << "this processor has no AVX512_BF16";
+  for (const int64_t k : {1, 31, 32, 33, 200, 1027}) check_bf16_rows(gemm_bf16, kGemmBf16MinRows, 40, 13, k);
+}
+
+TEST(GemmAmx, EveryRowCountAndOddSizes) {
+  if (!has_amx()) GTEST_SKIP() << "this processor has no matrix tiles (AMX), or the kernel does not give them";
+  const auto multiply = [](const BFloat16* x, const BFloat16* w, const BFloat16* bias, BFloat16* y, int64_t rows,
+                           int64_t n, int64_t k, int64_t begin, int64_t end) {
+    gemm_amx(pack_for_amx(x, rows, k).data(), w, bias, y, rows, n, k, begin, end);
+  };
+  for (const int64_t k : {32, 64, 1024}) {
+    for (const int64_t n : {1, 13, 16, 31, 48, 100}) check_bf16_rows(multiply, 1, 67, n, k);
   }
 }
 
