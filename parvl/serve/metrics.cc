@@ -22,9 +22,9 @@ const std::vector<double> kTokenBuckets = {0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 
 const std::vector<double> kRequestBuckets = {0.3,  0.5,  0.8,  1.0,  1.5,   2.0,   2.5,   5.0,   10.0,   15.0,  20.0,
                                              30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0};
 
-const std::vector<double> kOverheadBuckets = {0.00005, 0.0001,  0.00015, 0.0002, 0.00025, 0.0003, 0.0004,
-                                              0.0005,  0.00075, 0.001,   0.002,  0.005,   0.01,   0.025,
-                                              0.05,    0.1,     0.25,    0.5,    1.0,     2.5};
+const std::vector<double> kOverheadBuckets = {0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004,
+                                              0.0005,  0.0006, 0.00075, 0.001,  0.002,   0.005,  0.01,
+                                              0.025,   0.05,   0.1,     0.25,   0.5,     1.0,    2.5};
 
 Labels joined(Labels labels, const Labels& more) {
   labels.insert(more.begin(), more.end());

@@ -127,7 +127,6 @@ absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request,
   if (!request.images.empty()) {
     PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor,
                            processor_for(request.pixels, prompts.image_processor(), limits.max_model_len));
-    if (media != nullptr) media->begin_s = media->clock.now_seconds();
     PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy, stop));
     if (media != nullptr) media->end_s = media->clock.now_seconds();
   }

@@ -21,11 +21,11 @@ struct PromptLimits {
 };
 PromptLimits prompt_limits(const Engine& engine);
 
-// From when to when a request's images were fetched, decoded and cut into patches, in the clock's seconds; both 0 for
-// one without images.
+// When all of a request's images had been fetched, decoded and cut into patches, in the clock's seconds; 0 for one
+// without images.
 struct MediaStage {
   const Clock& clock;
-  double begin_s = 0, end_s = 0;
+  double end_s = 0;
 };
 
 // Thread-safe. Errors are answers' statuses: 400 over the context (naming the limit), 413 an image over a cap, 422 an

@@ -110,7 +110,7 @@ bool names_web_items(const GenerateRequest& request) {
 struct PreparedRequest {
   std::vector<Prompt> prompts;
   std::vector<std::string> echoes = {};       // by prompt, when the answers repeat them
-  double media_begin_s = 0, media_end_s = 0;  // MediaStage's
+  double media_begin_s = 0, media_end_s = 0;  // from the asking for its images to their end; 0 without
 };
 
 // The grammar that the request asks for, null when it asks for none. Compiling one may take seconds, in which the
@@ -248,7 +248,9 @@ std::vector<std::string> texts_of(const std::vector<PlainPrompt>& prompts, const
 // what has begun then goes on with its own hold on `request`.
 asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare(
     Gateway& gateway, Patience& patience, const std::shared_ptr<GenerateRequest>& request) {
-  auto work = [&gateway, request, stop = patience.stop_token()]() -> absl::StatusOr<PreparedRequest> {
+  // From here on a request with images waits for them, for a thread that gets them first.
+  const double asked_s = gateway.clock().now_seconds();
+  auto work = [&gateway, request, asked_s, stop = patience.stop_token()]() -> absl::StatusOr<PreparedRequest> {
     PreparedRequest out;
     MediaStage media{gateway.clock()};
     PromptMaker maker = gateway.prompt_maker(stop);
@@ -258,7 +260,7 @@ asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare(
     request->forget_inputs();  // as large as the body, and not needed any more
     PARVL_RETURN_IF_ERROR(prompts.status());
     out.prompts = std::move(*prompts);
-    out.media_begin_s = media.begin_s;
+    if (media.end_s > 0) out.media_begin_s = asked_s;
     out.media_end_s = media.end_s;
     return out;
   };
