@@ -41,10 +41,11 @@ void fill(Param& param, const StoredTensor& stored, std::optional<PinnedRing>& r
   const at::ScalarType type = to_scalar_type(*parse_safetensors_dtype(stored.entry.dtype));
   const at::Tensor mapped = map_tensor(stored.file, stored.entry, type).view(param.shape);
   at::NoGradGuard no_grad;
+  const at::Tensor own = param.own_part(mapped);
   if (ring.has_value()) {
-    ring->copy(mapped, param.master);
+    ring->copy(own.contiguous(), param.master);
   } else {
-    param.master.copy_(mapped);
+    param.master.copy_(own);
   }
   if (!param.master.is_same(param.value)) param.value.copy_(param.master);
   stored.file->drop(stored.entry.offset, stored.entry.bytes);  // it is read, so it need not stay in memory twice
@@ -55,8 +56,10 @@ bool is_known_buffer(const std::string& name) {
   return name.size() >= 9 && name.compare(name.size() - 9, 9, ".inv_freq") == 0;
 }
 
-absl::Status save_file(const std::string& path, const std::vector<std::pair<std::string, const Param*>>& tensors,
-                       DType dtype) {
+using NamedParams = std::vector<std::pair<std::string, const Param*>>;
+
+absl::StatusOr<std::unique_ptr<FileWriter>> begin_file(const std::string& path, const NamedParams& tensors,
+                                                       DType dtype) {
   std::vector<TensorEntry> entries;
   for (const auto& [name, param] : tensors) {
     const auto& shape = param->checkpoint_shape.empty() ? param->shape : param->checkpoint_shape;
@@ -66,11 +69,21 @@ absl::Status save_file(const std::string& path, const std::vector<std::pair<std:
   PARVL_ASSIGN_OR_RETURN(auto writer, FileWriter::create(path));
   const std::string header = make_safetensors_header(entries);
   PARVL_RETURN_IF_ERROR(writer->append(header.data(), header.size()));
+  return writer;
+}
+
+absl::Status save_file(const std::string& path, const ParamTable& params, const NamedParams& tensors,
+                       const SaveOptions& options) {
+  absl::StatusOr<std::unique_ptr<FileWriter>> writer = nullptr;
+  if (options.write) writer = begin_file(path, tensors, options.dtype);
+  absl::Status status = writer.status();
   for (const auto& [name, param] : tensors) {
-    const at::Tensor data = param->master.detach().to(at::kCPU, to_scalar_type(dtype)).contiguous();
-    PARVL_RETURN_IF_ERROR(writer->append(data.data_ptr(), data.nbytes()));
+    const at::Tensor whole = params.whole(*param, param->master.detach());
+    if (!options.write || !status.ok()) continue;
+    const at::Tensor data = whole.to(at::kCPU, to_scalar_type(options.dtype)).contiguous();
+    status = (*writer)->append(data.data_ptr(), data.nbytes());
   }
-  return writer->finish();
+  return options.write && status.ok() ? (*writer)->finish() : status;
 }
 
 absl::Status copy_companions(const std::string& from, const std::string& to) {
@@ -132,7 +145,7 @@ absl::Status load_weights(Model& model, const std::string& dir, const std::funct
 }
 
 absl::Status save_weights(const Model& model, const std::string& dir, const SaveOptions& options) {
-  std::vector<std::vector<std::pair<std::string, const Param*>>> shards(1);
+  std::vector<NamedParams> shards(1);
   int64_t shard_bytes = 0, total_bytes = 0;
   for (const Param* param : model.params().owned()) {
     const int64_t bytes = param->numel() * dtype_bytes(options.dtype);
@@ -145,12 +158,14 @@ absl::Status save_weights(const Model& model, const std::string& dir, const Save
     total_bytes += bytes;
   }
   Json weight_map = Json::object();
+  absl::Status status;
   for (size_t i = 0; i < shards.size(); ++i) {
     char name[64] = "model.safetensors";
     if (shards.size() > 1) std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", i + 1, shards.size());
-    PARVL_RETURN_IF_ERROR(save_file(dir + "/" + name, shards[i], options.dtype));
+    status.Update(save_file(dir + "/" + name, model.params(), shards[i], options));
     for (const auto& [tensor, param] : shards[i]) weight_map[tensor] = name;
   }
+  if (!options.write || !status.ok()) return status;
   if (shards.size() > 1) {
     const Json index = {{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
     PARVL_RETURN_IF_ERROR(write_file_atomically(dir + "/model.safetensors.index.json", index.dump(2) + "\n"));

@@ -39,10 +39,12 @@ struct SaveOptions {
   // Tokenizer, template, preprocessor and generation files are copied from here when they exist; "" for none.
   std::string copy_from;
   int64_t max_shard_bytes = int64_t{4} << 30;
+  bool write = true;  // false: only gives its parts of parameters that are cut over ranks to the rank that writes
 };
 
 // Writes a Hugging Face directory that transformers loads: config.json with the dtype, model.safetensors (or shards and
-// their index). `dir` must exist and be empty; nothing is renamed here: the caller publishes the directory.
+// their index). `dir` must exist and be empty; nothing is renamed here: the caller publishes the directory. With
+// parameters that are cut over ranks all of these call it; also after an error it has taken part in every gathering.
 absl::Status save_weights(const Model& model, const std::string& dir, const SaveOptions& options);
 
 }  // namespace parvl

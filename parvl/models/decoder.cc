@@ -22,11 +22,12 @@ at::Tensor llama3_scaled(const at::Tensor& inv_freq, const RopeScaling& s) {
 
 class Decoder : public Backbone {
  public:
-  Decoder(ParamTable& params, const BackboneSpec& spec) : spec_(spec) {
-    embed_ = params.add(Module::kBackbone, "embed.weight", {spec.vocab, spec.hidden}, Init::kNormal, {"tp", 0});
+  Decoder(ParamTable& params, const BackboneSpec& spec) : spec_(spec), ranks_(params.ranks(Module::kBackbone)) {
+    const Shard by_token{.dim = 0};
+    embed_ = params.add(Module::kBackbone, "embed.weight", {spec.vocab, spec.hidden}, Init::kNormal, by_token);
     for (int64_t i = 0; i < spec.layers; ++i) layers_.push_back(make_decoder_layer(params, spec, i));
     norm_ = make_norm(params, Module::kBackbone, "norm", spec.hidden, spec.norm_eps, false);
-    Param* head = params.add(Module::kBackbone, "head.weight", {spec.vocab, spec.hidden}, Init::kNormal, {"tp", 0});
+    Param* head = params.add(Module::kBackbone, "head.weight", {spec.vocab, spec.hidden}, Init::kNormal, by_token);
     if (spec.tied) head->tied_to = params.find(embed_->name);
     head_.weight = head;
     inv_freq_float_ = inverse_frequencies(spec, at::kFloat);
@@ -43,11 +44,10 @@ class Decoder : public Backbone {
   std::vector<Piece> pieces(const BackboneBatch& batch) const override {
     std::vector<Piece> out;
     out.push_back({"llm_backbone.embed", {embed_->name}, [this, batch](const Bundle& in) {
-                     at::Tensor hidden = embedding(batch.ids, *embed_);
-                     if (batch.visual_rows.defined()) {
-                       hidden = hidden.index_copy(0, batch.visual_rows, in.at("visual").to(hidden.scalar_type()));
-                     }
-                     return Bundle{{"hidden", hidden}};
+                     const RowSplit rows = ranks_.split(batch.ids.size(0));
+                     const at::Tensor hidden = embedding(batch.ids, *embed_, ranks_, rows);
+                     if (!batch.visual_rows.defined()) return Bundle{{"hidden", hidden}};
+                     return Bundle{{"hidden", put_visual(hidden, in.at("visual"), batch.visual_rows, rows)}};
                    }});
     for (const DecoderLayer& layer : layers_) {
       const std::string name = "llm_backbone.layers." + std::to_string(layer.index);
@@ -58,18 +58,26 @@ class Decoder : public Backbone {
     return out;
   }
 
-  Piece loss_piece(at::Tensor rows, at::Tensor targets, double scale) const override {
+  Piece loss_piece(int64_t tokens, at::Tensor rows, at::Tensor targets, double scale) const override {
     std::vector<std::string> owns = {"llm_backbone.norm.", "llm_backbone.head."};
     if (head_.weight->tied_to != nullptr) owns.push_back(embed_->name);
-    return {"llm_backbone.loss", owns, [this, rows, targets, scale](const Bundle& in) {
-              const at::Tensor picked = norm_(in.at("hidden").index_select(0, rows));
-              return Bundle{{"loss", head_loss(picked, *head_.weight, targets, scale)}};
+    return {"llm_backbone.loss", owns, [this, tokens, rows, targets, scale](const Bundle& in) {
+              const at::Tensor hidden = ranks_.gather_rows(in.at("hidden"), ranks_.split(tokens));
+              const at::Tensor picked = norm_(hidden.index_select(0, rows));
+              return Bundle{{"loss", head_loss(picked, *head_.weight, targets, scale, ranks_)}};
             }};
   }
 
   at::Tensor logits(const at::Tensor& hidden_RH) const override {
     at::NoGradGuard no_grad;
-    return head_(norm_(hidden_RH));
+    const at::Tensor own = head_(norm_(hidden_RH));
+    if (ranks_.alone()) return own;
+    RowSplit columns;
+    const Param& head = *head_.weight;
+    for (int64_t i = 0; i < ranks_.size(); ++i) {
+      columns.counts.push_back(head.part_range(i).second - head.part_range(i).first);
+    }
+    return ranks_.gather_rows(own.t(), columns).t();
   }
 
   RotaryTable rope(const std::vector<std::array<int64_t, 3>>& positions, at::Device device) const override {
@@ -83,7 +91,18 @@ class Decoder : public Backbone {
   }
 
  private:
+  // The embeddings of images in the rows of this rank that they take.
+  at::Tensor put_visual(const at::Tensor& hidden, const at::Tensor& visual, const at::Tensor& visual_rows,
+                        const RowSplit& rows) const {
+    const at::Tensor values = visual.to(hidden.scalar_type());
+    if (ranks_.alone()) return hidden.index_copy(0, visual_rows, values);
+    const at::Tensor at = visual_rows - rows.begin(ranks_.rank());
+    const at::Tensor here = at::logical_and(at.ge(0), at.lt(hidden.size(0))).nonzero().flatten();
+    return hidden.index_copy(0, at.index_select(0, here), values.index_select(0, here));
+  }
+
   BackboneSpec spec_;
+  const TensorParallel& ranks_;
   const Param* embed_;
   std::vector<DecoderLayer> layers_;
   Norm norm_;

@@ -36,6 +36,7 @@ struct VisionBatch {
   SeqLayout windows;  // and a window of it; empty in a family without
   at::Tensor order;   // int64 [P]: row i of the encoder's order is patch order[i]; undefined: the patches' own order
   at::Tensor raster;  // int64 [V]: merged token i of the raster order is row raster[i] of the encoder's; likewise
+  RowSplit merged;    // how V lies on the ranks that the projector is cut over
 };
 
 // Images → features. Reads "pixels" [P, patch_values], gives "features" [P, hidden] in its own order.
@@ -43,10 +44,15 @@ class VisionEncoder {
  public:
   virtual ~VisionEncoder() = default;
   virtual VisionBatch batch(const std::vector<Grid>& grids, at::Device device) const = 0;
+  // Of the whole batch; with the encoder cut over ranks "features" are this rank's rows of it.
   virtual std::vector<Piece> pieces(const VisionBatch& batch) const = 0;
+  // VisionBatch's `raster` by itself; empty: the encoder's order is the raster order. No image's rows lie among another's.
+  virtual std::vector<int64_t> raster(const std::vector<Grid>&) const { return {}; }
 };
 
-// Features → LLM embeddings. Reads "features", gives "visual" [V, LLM hidden] in the images' own raster order.
+// Features → LLM embeddings. Reads "features", gives "visual" [V, LLM hidden] in the images' own raster order, or with
+// `batch.raster` undefined in the order of the features. With the projector cut over ranks each reads and gives its
+// own rows, which `batch.merged` counts.
 class Projector {
  public:
   virtual ~Projector() = default;
@@ -68,15 +74,17 @@ struct BackboneBatch {
   std::shared_ptr<AttentionBackend> attention;
 };
 
-// Embeddings and decoder. The first piece reads "visual" when visual_rows is there; all give "hidden" [T, hidden]; the
-// last one of `loss_pieces` gives "loss".
+// Embeddings and decoder. The first piece reads "visual" when visual_rows is there; all give "hidden" [T, hidden], or
+// this rank's rows of it where the backbone is cut; the loss piece gives "loss", the whole of it on every rank.
 class Backbone {
  public:
   virtual ~Backbone() = default;
   virtual std::vector<Piece> pieces(const BackboneBatch& batch) const = 0;
-  // Final norm and loss over `rows` (int64 [R], the positions that predict) with `targets` (int64 [R]); see head_loss.
-  virtual Piece loss_piece(at::Tensor rows, at::Tensor targets, double scale) const = 0;
-  // Final norm and logits [R, V] of rows of "hidden", in the compute dtype. No autograd.
+  // Final norm and loss over `rows` (int64 [R], those of T = `tokens` positions that predict) with `targets` (int64 [R]);
+  // see head_loss.
+  virtual Piece loss_piece(int64_t tokens, at::Tensor rows, at::Tensor targets, double scale) const = 0;
+  // Final norm and logits [R, V] of rows of "hidden", in the compute dtype. No autograd. Every rank gives
+  // the same rows and gets all logits.
   virtual at::Tensor logits(const at::Tensor& hidden_RH) const = 0;
   virtual RotaryTable rope(const std::vector<std::array<int64_t, 3>>& positions, at::Device device) const = 0;
 };

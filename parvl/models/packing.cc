@@ -16,29 +16,47 @@ void put_pixels(const float* patches, const at::Tensor& rows) {
 
 namespace {
 
-at::Tensor copy_pixels(const Model& model, const std::vector<SequenceInput>& sequences, const std::vector<Grid>& grids,
-                       at::Device device) {
-  int64_t patches = 0;
-  for (const Grid& grid : grids) patches += grid.patches();
+// Grids and pixels of `images` (null: all), which count over all sequences.
+void put_images(const Model& model, const std::vector<SequenceInput>& sequences, const std::vector<int64_t>* images,
+                at::Device device, PackedBatch& out) {
+  std::vector<const float*> sources;
+  size_t next = 0;
+  int64_t index = 0, patches = 0;
+  for (const SequenceInput& sequence : sequences) {
+    for (size_t i = 0; i < sequence.images.size(); ++i, ++index) {
+      if (images != nullptr && (next == images->size() || (*images)[next] != index)) continue;
+      ++next;
+      out.grids.push_back(sequence.images[i].grid);
+      sources.push_back(sequence.pixels[i]);
+      patches += out.grids.back().patches();
+    }
+  }
+  if (out.grids.empty()) return;
   // On the way to a GPU through pinned memory, which it reads at full speed and without waiting for us.
   const auto options = at::TensorOptions().dtype(pixel_type(model)).pinned_memory(device.is_cuda());
   const at::Tensor pixels = at::empty({patches, model.spec().vision->patch_values()}, options);
   int64_t row = 0;
-  for (const SequenceInput& sequence : sequences) {
-    for (size_t i = 0; i < sequence.images.size(); ++i) {
-      const int64_t count = sequence.images[i].grid.patches();
-      put_pixels(sequence.pixels[i], pixels.narrow(0, row, count));
-      row += count;
-    }
+  for (size_t i = 0; i < sources.size(); ++i) {
+    put_pixels(sources[i], pixels.narrow(0, row, out.grids[i].patches()));
+    row += out.grids[i].patches();
   }
-  return pixels.to(device, /*non_blocking=*/true);
+  out.pixels = pixels.to(device, /*non_blocking=*/true);
 }
 
 }  // namespace
 
+std::vector<Grid> grids_of(const std::vector<SequenceInput>& sequences) {
+  std::vector<Grid> out;
+  for (const SequenceInput& sequence : sequences) {
+    for (const ImageSpan& image : sequence.images) out.push_back(image.grid);
+  }
+  return out;
+}
+
 PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
-                 std::shared_ptr<AttentionBackend> attention) {
+                 std::shared_ptr<AttentionBackend> attention, const std::vector<int64_t>* images) {
   PackedBatch out;
+  put_images(model, sequences, images, device, out);
   std::vector<int64_t> ids, visual_rows, loss_rows, targets, lengths;
   std::vector<std::array<int64_t, 3>> positions;
   for (const SequenceInput& sequence : sequences) {
@@ -49,7 +67,6 @@ PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences
     positions.insert(positions.end(), rope.at.begin(), rope.at.end());
     for (const ImageSpan& image : sequence.images) {
       PARVL_CHECK(model.vision_encoder() != nullptr, "an image reached a text-only model");
-      out.grids.push_back(image.grid);
       const int64_t merge = model.spec().vision->merge, merged = image.grid.patches() / (merge * merge);
       for (int64_t i = 0; i < merged; ++i) visual_rows.push_back(base + image.begin + i);
     }
@@ -61,10 +78,7 @@ PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences
   }
   out.tokens = static_cast<int64_t>(ids.size());
   out.num_targets = static_cast<int64_t>(targets.size());
-  if (!out.grids.empty()) {
-    out.pixels = copy_pixels(model, sequences, out.grids, device);
-    out.backbone.visual_rows = to_device(visual_rows, device);
-  }
+  if (!visual_rows.empty()) out.backbone.visual_rows = to_device(visual_rows, device);
   out.backbone.ids = to_device(ids, device);
   out.backbone.rope = model.backbone().rope(positions, device);
   out.backbone.attention = attention ? attention : std::make_shared<PackedBackend>(SeqLayout(lengths, device));
@@ -75,10 +89,7 @@ PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences
 
 PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device) {
   PackedBatch out;
-  for (const SequenceInput& sequence : sequences) {
-    for (const ImageSpan& image : sequence.images) out.grids.push_back(image.grid);
-  }
-  if (!out.grids.empty()) out.pixels = copy_pixels(model, sequences, out.grids, device);
+  put_images(model, sequences, nullptr, device, out);
   return out;
 }
 
@@ -107,7 +118,9 @@ std::vector<at::Tensor> each_image(const Model& model, const std::vector<ImageSp
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual) {
   Bundle in;
   if (visual.defined()) in.set("visual", visual);
-  return run_pieces(model.backbone().pieces(batch.backbone), in).at("hidden");
+  const at::Tensor own = run_pieces(model.backbone().pieces(batch.backbone), in).at("hidden");
+  const TensorParallel& ranks = model.params().ranks(Module::kBackbone);
+  return ranks.gather_rows(own, ranks.split(batch.backbone.ids.size(0)));
 }
 
 }  // namespace parvl

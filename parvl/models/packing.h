@@ -18,8 +18,8 @@ struct SequenceInput {
 };
 
 struct PackedBatch {
-  std::vector<Grid> grids;  // of all images, in packed order
-  at::Tensor pixels;        // [P, patch_values] in the model's type on the device; undefined without images
+  std::vector<Grid> grids;  // of the images to encode here, in packed order
+  at::Tensor pixels;        // [P, patch_values] of these in the model's type on the device; undefined without
   BackboneBatch backbone;
   at::Tensor loss_rows;  // int64 [R]: rows whose output predicts a target
   at::Tensor targets;    // int64 [R]
@@ -27,9 +27,13 @@ struct PackedBatch {
   int64_t num_targets = 0;
 };
 
-// `attention` null: packed attention inside each sequence (training, scoring). A first token is never a target.
+// All images of the sequences, in packed order.
+std::vector<Grid> grids_of(const std::vector<SequenceInput>& sequences);
+
+// `attention` null: packed attention inside each sequence (training, scoring). `images`: those of grids_of to encode
+// here, ascending; null: all. A first token is never a target.
 PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
-                 std::shared_ptr<AttentionBackend> attention = nullptr);
+                 std::shared_ptr<AttentionBackend> attention = nullptr, const std::vector<int64_t>* images = nullptr);
 
 // The images alone: `grids` and `pixels`.
 PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device);
@@ -45,7 +49,7 @@ at::Tensor encode_images(const Model& model, const VisionBatch& batch, const at:
 at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device);
 // Each image's rows of "visual", in memory of their own, so that an image that goes gives its memory back.
 std::vector<at::Tensor> each_image(const Model& model, const std::vector<ImageSpan>& images, const at::Tensor& visual);
-// The decoder's output "hidden" [T, hidden] without autograd.
+// The decoder's output "hidden" [T, hidden] without autograd, on every rank that the backbone is cut over.
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual);
 
 }  // namespace parvl

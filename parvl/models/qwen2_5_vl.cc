@@ -36,16 +36,23 @@ Windows make_windows(const VisionSpec& spec, const std::vector<Grid>& grids) {
   return out;
 }
 
+// Where each merged token is in window order.
+std::vector<int64_t> raster_of(const Windows& windows) {
+  std::vector<int64_t> out(windows.merged_order.size());
+  for (size_t i = 0; i < out.size(); ++i) out[static_cast<size_t>(windows.merged_order[i])] = static_cast<int64_t>(i);
+  return out;
+}
+
 class Qwen25VlVision : public VisionEncoder {
  public:
   Qwen25VlVision(ParamTable& params, const VisionSpec& spec) : spec_(spec) {
-    patch_embed_.weight = add_patch_embed(params, spec);
+    patch_embed_ = make_patch_embed(params, spec);
     for (int64_t i = 0; i < spec.layers; ++i) blocks_.push_back(make_vision_block(params, spec, i, false, true));
   }
 
   VisionBatch batch(const std::vector<Grid>& grids, at::Device device) const override {
     const Windows windows = make_windows(spec_, grids);
-    const auto raster = patch_positions(grids, spec_.merge);
+    const auto at = patch_positions(grids, spec_.merge);
     const int64_t unit = spec_.merge * spec_.merge;
     // Patches in window order: each merged token's square moves as one.
     std::vector<int64_t> order;
@@ -53,7 +60,7 @@ class Qwen25VlVision : public VisionEncoder {
     for (int64_t merged : windows.merged_order) {
       for (int64_t i = 0; i < unit; ++i) {
         order.push_back(merged * unit + i);
-        positions.push_back(raster[static_cast<size_t>(merged * unit + i)]);
+        positions.push_back(at[static_cast<size_t>(merged * unit + i)]);
       }
     }
     VisionBatch out;
@@ -61,16 +68,17 @@ class Qwen25VlVision : public VisionEncoder {
     out.frames = SeqLayout(frame_lengths(grids), device);
     out.windows = SeqLayout(windows.lengths, device);
     out.order = at::tensor(order, at::kLong).to(device);
-    out.raster = at::argsort(at::tensor(windows.merged_order, at::kLong)).to(device);
+    out.raster = at::tensor(raster_of(windows), at::kLong).to(device);
     return out;
+  }
+
+  std::vector<int64_t> raster(const std::vector<Grid>& grids) const override {
+    return raster_of(make_windows(spec_, grids));
   }
 
   std::vector<Piece> pieces(const VisionBatch& batch) const override {
     std::vector<Piece> out;
-    out.push_back(
-        {"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, order = batch.order](const Bundle& in) {
-           return Bundle{{"features", patch_embed_(in.at("pixels").index_select(0, order))}};
-         }});
+    out.push_back(patch_embed_.piece(batch.order));
     const auto& full = spec_.full_attention_layers;
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const bool sees_all = std::find(full.begin(), full.end(), static_cast<int64_t>(i)) != full.end();
@@ -87,7 +95,7 @@ class Qwen25VlVision : public VisionEncoder {
 
  private:
   VisionSpec spec_;
-  Linear patch_embed_;
+  PatchEmbed patch_embed_;
   std::vector<VisionBlock> blocks_;
 };
 

@@ -9,7 +9,7 @@ namespace {
 class Qwen2VlVision : public VisionEncoder {
  public:
   Qwen2VlVision(ParamTable& params, const VisionSpec& spec) : spec_(spec) {
-    patch_embed_.weight = add_patch_embed(params, spec);
+    patch_embed_ = make_patch_embed(params, spec);
     for (int64_t i = 0; i < spec.layers; ++i) blocks_.push_back(make_vision_block(params, spec, i, true, false));
   }
 
@@ -23,9 +23,7 @@ class Qwen2VlVision : public VisionEncoder {
 
   std::vector<Piece> pieces(const VisionBatch& batch) const override {
     std::vector<Piece> out;
-    out.push_back({"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this](const Bundle& in) {
-                     return Bundle{{"features", patch_embed_(in.at("pixels"))}};
-                   }});
+    out.push_back(patch_embed_.piece(batch.order));
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const std::string name = "vision_encoder.blocks." + std::to_string(i);
       out.push_back(
@@ -38,7 +36,7 @@ class Qwen2VlVision : public VisionEncoder {
 
  private:
   VisionSpec spec_;
-  Linear patch_embed_;
+  PatchEmbed patch_embed_;
   std::vector<VisionBlock> blocks_;
 };
 

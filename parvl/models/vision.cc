@@ -13,15 +13,17 @@ class Merger : public Projector {
   Merger(ParamTable& params, const VisionSpec& spec, int64_t llm_hidden, bool layer_norm) : spec_(spec) {
     const int64_t joined = spec.hidden * spec.merge * spec.merge;
     norm_ = make_norm(params, Module::kProjector, "norm", spec.hidden, 1e-6, layer_norm);
+    mlp_.ranks = &params.ranks(Module::kProjector);
     mlp_.activation = "gelu";
-    mlp_.up = make_linear(params, Module::kProjector, "fc1", joined, joined, true, Split::kColumn);
-    mlp_.down = make_linear(params, Module::kProjector, "fc2", joined, llm_hidden, true, Split::kRow);
+    mlp_.up = make_linear(params, Module::kProjector, "fc1", joined, joined, true, {Split::kColumn});
+    mlp_.down = make_linear(params, Module::kProjector, "fc2", joined, llm_hidden, true, {Split::kRow});
   }
 
   std::vector<Piece> pieces(const VisionBatch& batch) const override {
-    return {{"projector", {"projector."}, [this, raster = batch.raster](const Bundle& in) {
+    return {{"projector", {"projector."}, [this, raster = batch.raster, rows = batch.merged](const Bundle& in) {
+               const int64_t unit = spec_.merge * spec_.merge;
                const at::Tensor normed = norm_(in.at("features"));
-               at::Tensor visual = mlp_(normed.reshape({-1, spec_.hidden * spec_.merge * spec_.merge}));
+               at::Tensor visual = mlp_(normed.reshape({normed.size(0) / unit, spec_.hidden * unit}), rows);
                if (raster.defined()) visual = visual.index_select(0, raster);
                return Bundle{{"visual", visual}};
              }}};
@@ -115,27 +117,37 @@ std::vector<std::string> vl_checkpoint_names(const Param& param, const NameParts
   return {"visual." + inside, "model.visual." + inside};
 }
 
-const Param* add_patch_embed(ParamTable& params, const VisionSpec& spec) {
+PatchEmbed make_patch_embed(ParamTable& params, const VisionSpec& spec) {
   Param* weight = params.add(Module::kVisionEncoder, "patch_embed.weight", {spec.hidden, spec.patch_values()});
   weight->checkpoint_shape = {spec.hidden, spec.in_channels, spec.temporal_patch, spec.patch, spec.patch};
-  return weight;
+  return {&params.ranks(Module::kVisionEncoder), spec.merge * spec.merge, weight};
+}
+
+Piece PatchEmbed::piece(const at::Tensor& order) const {
+  return {"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, order](const Bundle& in) {
+            const at::Tensor pixels = in.at("pixels"), ordered = order.defined() ? pixels.index_select(0, order) : pixels;
+            const at::Tensor own = ranks->own_rows(ordered, ranks->split(ordered.size(0), row_unit));
+            return Bundle{{"features", linear(own, *weight, nullptr)}};
+          }};
 }
 
 VisionBlock make_vision_block(ParamTable& params, const VisionSpec& spec, int64_t index, bool layer_norm, bool gated) {
   const Module m = Module::kVisionEncoder;
   const std::string prefix = "blocks." + std::to_string(index) + ".";
   VisionBlock block;
+  block.ranks = block.mlp.ranks = &params.ranks(m);
+  block.row_unit = spec.merge * spec.merge;
   block.heads = spec.heads;
   block.attn_norm = make_norm(params, m, prefix + "attn_norm", spec.hidden, 1e-6, layer_norm);
   block.qkv =
-      make_linear(params, m, prefix + "attn.qkv", spec.hidden, 3 * spec.hidden, true, Split::kColumn, /*blocks=*/3);
-  block.out = make_linear(params, m, prefix + "attn.out", spec.hidden, spec.hidden, true, Split::kRow);
+      make_linear(params, m, prefix + "attn.qkv", spec.hidden, 3 * spec.hidden, true, {Split::kColumn, spec.heads, /*blocks=*/3});
+  block.out = make_linear(params, m, prefix + "attn.out", spec.hidden, spec.hidden, true, {Split::kRow, spec.heads});
   block.mlp_norm = make_norm(params, m, prefix + "mlp_norm", spec.hidden, 1e-6, layer_norm);
   block.mlp.activation = spec.activation;
   if (gated)
-    block.mlp.gate = make_linear(params, m, prefix + "mlp.gate", spec.hidden, spec.intermediate, true, Split::kColumn);
-  block.mlp.up = make_linear(params, m, prefix + "mlp.up", spec.hidden, spec.intermediate, true, Split::kColumn);
-  block.mlp.down = make_linear(params, m, prefix + "mlp.down", spec.intermediate, spec.hidden, true, Split::kRow);
+    block.mlp.gate = make_linear(params, m, prefix + "mlp.gate", spec.hidden, spec.intermediate, true, {Split::kColumn});
+  block.mlp.up = make_linear(params, m, prefix + "mlp.up", spec.hidden, spec.intermediate, true, {Split::kColumn});
+  block.mlp.down = make_linear(params, m, prefix + "mlp.down", spec.intermediate, spec.hidden, true, {Split::kRow});
   return block;
 }
 

@@ -32,7 +32,15 @@ using NameParts = std::vector<std::pair<std::string, std::string>>;
 // Checkpoint spellings of a parameter of a model with `visual.` and `model.` parts; the first is the one written.
 std::vector<std::string> vl_checkpoint_names(const Param& param, const NameParts& vision_parts);
 
-const Param* add_patch_embed(ParamTable& params, const VisionSpec& spec);
+// Patches → features, the same matrix for each. The object must outlive its pieces.
+struct PatchEmbed {
+  const TensorParallel* ranks = nullptr;
+  int64_t row_unit = 1;  // see VisionBlock
+  const Param* weight = nullptr;
+  // Row i is patch order[i]; `order` undefined: patch i.
+  Piece piece(const at::Tensor& order) const;
+};
+PatchEmbed make_patch_embed(ParamTable& params, const VisionSpec& spec);
 VisionBlock make_vision_block(ParamTable& params, const VisionSpec& spec, int64_t index, bool layer_norm, bool gated);
 
 }  // namespace parvl

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "parvl/base/check.h"
 #include "parvl/nn/cpu_ops.h"
@@ -89,6 +91,20 @@ struct LinearFn : Function<LinearFn> {
       dx = dy.mm(weight->value).view(shape);
     }
     return {dx, {}, {}, {}, {}};
+  }
+};
+
+struct AddBiasFn : Function<AddBiasFn> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& /*anchor*/, int64_t bias_ptr,
+                            int64_t queue) {
+    ctx->saved_data["bias"] = bias_ptr;
+    ctx->saved_data["queue"] = queue;
+    return x + reinterpret_cast<const Param*>(bias_ptr)->value;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto* bias = unpack<const Param>(ctx, "bias");
+    if (bias->trainable()) submit(ctx, [bias, dy = rows_of(grads[0])] { add_bias_grad(*bias, dy); });
+    return {grads[0], {}, {}, {}};
   }
 };
 
@@ -230,12 +246,30 @@ struct RotaryFn : Function<RotaryFn> {
 // Chunks of rows such that one chunk's logits stay near 64 MB in float32.
 int64_t rows_a_chunk(int64_t vocab) { return std::max<int64_t>(1, (int64_t{16} << 20) / vocab); }
 
+// log softmax of rows whose vocabulary is cut over ranks: rank r has logits [rows, V_r], the first of which is `begin`.
+// Gives log-probabilities of the own part and, per row, of the target.
+std::pair<at::Tensor, at::Tensor> cut_log_softmax(const at::Tensor& logits, const at::Tensor& targets, int64_t begin,
+                                                  const TensorParallel& ranks) {
+  const at::Tensor largest = logits.amax({1}, /*keepdim=*/true);
+  ranks.reduce(largest, ReduceOp::kMax);
+  const at::Tensor shifted = logits - largest;
+  const at::Tensor inside = at::logical_and(targets.ge(begin), targets.lt(begin + logits.size(1)));
+  const at::Tensor here = shifted.gather(1, (targets - begin).clamp(0, logits.size(1) - 1)).mul_(inside);
+  const at::Tensor sums = at::stack({shifted.exp().sum(1, /*keepdim=*/true), here});  // of exponentials; the target's
+  ranks.reduce(sums, ReduceOp::kSum);
+  const at::Tensor log_sum = sums[0].log();
+  return {shifted - log_sum, sums[1] - log_sum};
+}
+
 struct HeadLossFn : Function<HeadLossFn> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_RI, const at::Tensor& /*anchor*/,
-                            int64_t weight_ptr, const at::Tensor& targets_R, double scale, int64_t queue, bool keep) {
+                            int64_t weight_ptr, const at::Tensor& targets_R, double scale, int64_t queue, bool keep,
+                            int64_t ranks_ptr) {
     const auto& weight = *reinterpret_cast<const Param*>(weight_ptr);
+    const auto& ranks = *reinterpret_cast<const TensorParallel*>(ranks_ptr);
     const at::ScalarType acc = x_RI.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const int64_t rows = x_RI.size(0), vocab = weight.value.size(0), step = rows_a_chunk(vocab);
+    const int64_t rows = x_RI.size(0), vocab = weight.value.size(0), step = rows_a_chunk(weight.shape[0]);
+    const int64_t begin_id = weight.part_range(weight.part.index).first;
     at::Tensor loss = at::zeros({}, x_RI.options().dtype(acc));
     at::Tensor dlogits_RV;  // scale · (softmax − one-hot), in the compute dtype
     if (keep) dlogits_RV = at::empty({rows, vocab}, x_RI.options());
@@ -243,11 +277,18 @@ struct HeadLossFn : Function<HeadLossFn> {
       const int64_t count = std::min(step, rows - begin);
       const at::Tensor logits = at::linear(x_RI.narrow(0, begin, count), weight.value).to(acc);
       const at::Tensor targets = targets_R.narrow(0, begin, count).unsqueeze(1);
-      const at::Tensor log_probs = at::log_softmax(logits, 1);
-      loss.sub_(log_probs.gather(1, targets).sum());
+      at::Tensor log_probs, of_targets;
+      if (ranks.alone()) {
+        log_probs = at::log_softmax(logits, 1);
+        of_targets = log_probs.gather(1, targets);
+      } else {
+        std::tie(log_probs, of_targets) = cut_log_softmax(logits, targets, begin_id, ranks);
+      }
+      loss.sub_(of_targets.sum());
       if (!keep) continue;
       at::Tensor grad = log_probs.exp();
-      grad.scatter_add_(1, targets, at::full({1}, -1, grad.options()).expand({count, 1}));
+      const at::Tensor own = (targets - begin_id).clamp(0, vocab - 1);
+      grad.scatter_add_(1, own, (targets - begin_id).eq(own).to(acc).neg());
       dlogits_RV.narrow(0, begin, count).copy_(grad.mul_(scale));
     }
     ctx->saved_data["weight"] = weight_ptr;
@@ -262,7 +303,7 @@ struct HeadLossFn : Function<HeadLossFn> {
     if (weight->trainable()) {
       submit(ctx, [weight, d, xg = x * g] { add_weight_grad(*weight, d, xg); });
     }
-    return {ctx->needs_input_grad(0) ? d.mm(weight->value).mul_(g) : at::Tensor(), {}, {}, {}, {}, {}, {}};
+    return {ctx->needs_input_grad(0) ? d.mm(weight->value).mul_(g) : at::Tensor(), {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -307,6 +348,10 @@ at::Tensor linear(const at::Tensor& x_TI, const Param& weight, const Param* bias
   return LinearFn::apply(x_TI, anchor_for(weight, bias), pack(&weight), pack(bias), pack(t_queue));
 }
 
+at::Tensor add_bias(const at::Tensor& x_TO, const Param& bias) {
+  return AddBiasFn::apply(x_TO, anchor_for(bias), pack(&bias), pack(t_queue));
+}
+
 std::vector<at::Tensor> linears(const at::Tensor& x_TI, absl::Span<const LinearWeights> weights) {
   std::vector<at::Tensor> out;
   if (at::GradMode::is_enabled() || t_queue != nullptr) {
@@ -320,9 +365,16 @@ std::vector<at::Tensor> linears(const at::Tensor& x_TI, absl::Span<const LinearW
   return cpu::linears(x_TI, values);
 }
 
-at::Tensor embedding(const at::Tensor& ids_T, const Param& table) {
-  if (!at::GradMode::is_enabled()) return table.value.index_select(0, ids_T);
-  return EmbeddingFn::apply(anchor_for(table), ids_T, pack(&table), pack(t_queue));
+at::Tensor embedding(const at::Tensor& ids_T, const Param& table, const TensorParallel& ranks, const RowSplit& rows) {
+  const auto look_up = [&](const at::Tensor& ids) {
+    return at::GradMode::is_enabled() ? EmbeddingFn::apply(anchor_for(table), ids, pack(&table), pack(t_queue))
+                                      : table.value.index_select(0, ids);
+  };
+  if (ranks.alone()) return look_up(ids_T);
+  const auto [begin, end] = table.part_range(table.part.index);
+  const at::Tensor here = at::logical_and(ids_T.ge(begin), ids_T.lt(end)).nonzero().flatten();
+  const at::Tensor found = look_up(ids_T.index_select(0, here) - begin);
+  return ranks.sum_rows(at::zeros({ids_T.size(0), found.size(1)}, found.options()).index_copy(0, here, found), rows);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const Param& weight, double eps) {
@@ -346,9 +398,11 @@ at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::T
   return RotaryFn::apply(x_TND, cos_TF, sin_TF);
 }
 
-at::Tensor head_loss(const at::Tensor& x_RI, const Param& weight, const at::Tensor& targets_R, double scale) {
+at::Tensor head_loss(const at::Tensor& x_RI, const Param& weight, const at::Tensor& targets_R, double scale,
+                     const TensorParallel& ranks) {
   const bool keep = at::GradMode::is_enabled() && (x_RI.requires_grad() || weight.trainable());
-  return HeadLossFn::apply(x_RI, anchor_for(weight), pack(&weight), targets_R, scale, pack(t_queue), keep);
+  return HeadLossFn::apply(x_RI, anchor_for(weight), pack(&weight), targets_R, scale, pack(t_queue), keep,
+                           pack(&ranks));
 }
 
 }  // namespace parvl

@@ -6,16 +6,24 @@
 namespace parvl {
 
 Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias,
-                   Split split, int blocks) {
+                   Split split) {
+  const int64_t cut = split.kind == Split::kRow ? in : out;
+  const Shard shard{split.kind == Split::kNone ? -1 : split.kind == Split::kRow ? 1 : 0, split.blocks,
+                    split.units > 0 ? split.units : cut / split.blocks, split.copies};
   Linear linear;
-  const Shard columns{split == Split::kNone ? "" : "tp", split == Split::kRow ? 1 : 0, blocks};
-  linear.weight = params.add(module, name + ".weight", {out, in}, Init::kNormal, columns);
+  linear.weight = params.add(module, name + ".weight", {out, in}, Init::kNormal, shard);
   if (bias) {
-    // A row-parallel bias is added once, after the sum over ranks, so it is whole on each.
-    linear.bias = params.add(module, name + ".bias", {out}, Init::kZeros,
-                             split == Split::kColumn ? Shard{"tp", 0, blocks} : Shard{});
+    // One that is cut by its inputs adds its bias once, after the sum over ranks, so it is whole on each.
+    linear.bias = params.add(module, name + ".bias", {out}, Init::kZeros, split.kind == Split::kColumn ? shard : Shard{});
   }
   return linear;
+}
+
+at::Tensor row_parallel(const Linear& linear, const at::Tensor& x_RI, const TensorParallel& ranks,
+                        const RowSplit& rows) {
+  if (ranks.alone()) return linear(x_RI);
+  const at::Tensor own = ranks.sum_rows(parvl::linear(x_RI, *linear.weight, nullptr), rows);
+  return linear.bias == nullptr ? own : add_bias(own, *linear.bias);
 }
 
 Norm make_norm(ParamTable& params, Module module, const std::string& name, int64_t size, double eps, bool with_bias) {
@@ -26,59 +34,65 @@ Norm make_norm(ParamTable& params, Module module, const std::string& name, int64
   return norm;
 }
 
-at::Tensor Mlp::operator()(const at::Tensor& x) const {
+at::Tensor Mlp::operator()(const at::Tensor& x, const RowSplit& rows) const {
+  const at::Tensor all = ranks->gather_rows(x, rows);
+  at::Tensor h;
   if (gate.weight != nullptr) {
-    const auto both = linears(x, {gate, up});
-    return down(swiglu(both[0], both[1]));
+    const auto both = linears(all, {gate, up});
+    h = swiglu(both[0], both[1]);
+  } else if (h = up(all); activation == "quick_gelu") {
+    h = quick_gelu(h);
+  } else if (activation == "silu") {
+    h = at::silu(h);
+  } else {
+    h = at::gelu(h, activation == "gelu_pytorch_tanh" ? "tanh" : "none");
   }
-  const at::Tensor h = up(x);
-  if (activation == "quick_gelu") return down(quick_gelu(h));
-  if (activation == "silu") return down(at::silu(h));
-  return down(at::gelu(h, activation == "gelu_pytorch_tanh" ? "tanh" : "none"));
+  return row_parallel(down, h, *ranks, rows);
 }
 
 at::Tensor DecoderLayer::operator()(const at::Tensor& x_TH, const RotaryTable& rope,
                                     AttentionBackend& attention) const {
   if (takes_fused_layer(*this, x_TH)) return fused_layer(*this, x_TH, rope, attention);
-  const int64_t tokens = x_TH.size(0);
-  const auto qkv = linears(attn_norm(x_TH), {q, k, v});
-  const at::Tensor mixed_TH =
-      attention
-          .attend(index, qkv[0].view({tokens, heads, head_dim}), qkv[1].view({tokens, kv_heads, head_dim}),
-                  qkv[2].view({tokens, kv_heads, head_dim}), rope)
-          .reshape({tokens, heads * head_dim});
-  const at::Tensor y_TH = x_TH + out(mixed_TH);
-  return y_TH + mlp(mlp_norm(y_TH));
+  const RowSplit rows = ranks->split(rope.cos.size(0));
+  const auto qkv = linears(ranks->gather_rows(attn_norm(x_TH), rows), {q, k, v});
+  const auto by_head = [&](const at::Tensor& x) { return x.view({x.size(0), x.size(1) / head_dim, head_dim}); };
+  const at::Tensor mixed_TND = attention.attend(index, by_head(qkv[0]), by_head(qkv[1]), by_head(qkv[2]), rope);
+  const at::Tensor y_TH = x_TH + row_parallel(out, mixed_TND.flatten(1), *ranks, rows);
+  return y_TH + mlp(mlp_norm(y_TH), rows);
 }
 
 at::Tensor VisionBlock::operator()(const at::Tensor& x_PH, const RotaryTable& rope, const SeqLayout& layout) const {
-  const int64_t patches = x_PH.size(0), width = x_PH.size(1);
-  const at::Tensor qkv_P3ND = qkv(attn_norm(x_PH)).view({patches, 3 * heads, width / heads});
-  const at::Tensor qk = rotary(qkv_P3ND.narrow(1, 0, 2 * heads), rope.cos, rope.sin);
-  const at::Tensor mixed_PND = packed_attention(qk.narrow(1, 0, heads), qk.narrow(1, heads, heads),
-                                                qkv_P3ND.narrow(1, 2 * heads, heads), layout, /*causal=*/false);
-  const at::Tensor y_PH = x_PH + out(mixed_PND.reshape({patches, width}));
-  return y_PH + mlp(mlp_norm(y_PH));
+  const RowSplit rows = ranks->split(rope.cos.size(0), row_unit);
+  const at::Tensor all_PH = ranks->gather_rows(attn_norm(x_PH), rows);
+  const int64_t patches = all_PH.size(0), head_dim = all_PH.size(1) / heads;
+  const at::Tensor qkv_P3ND = qkv(all_PH).view({patches, -1, head_dim});
+  const int64_t own = qkv_P3ND.size(1) / 3;  // heads
+  const at::Tensor qk = rotary(qkv_P3ND.narrow(1, 0, 2 * own), rope.cos, rope.sin);
+  const at::Tensor mixed_PND = packed_attention(qk.narrow(1, 0, own), qk.narrow(1, own, own),
+                                                qkv_P3ND.narrow(1, 2 * own, own), layout, /*causal=*/false);
+  const at::Tensor y_PH = x_PH + row_parallel(out, mixed_PND.flatten(1), *ranks, rows);
+  return y_PH + mlp(mlp_norm(y_PH), rows);
 }
 
 DecoderLayer make_decoder_layer(ParamTable& params, const BackboneSpec& spec, int64_t index) {
   const Module m = Module::kBackbone;
   const std::string prefix = "layers." + std::to_string(index) + ".";
   DecoderLayer layer;
+  layer.ranks = layer.mlp.ranks = &params.ranks(m);
   layer.index = index;
   layer.heads = spec.heads;
   layer.kv_heads = spec.kv_heads;
   layer.head_dim = spec.head_dim;
   const int64_t h = spec.hidden, q_out = spec.heads * spec.head_dim, kv_out = spec.kv_heads * spec.head_dim;
   layer.attn_norm = make_norm(params, m, prefix + "attn_norm", h, spec.norm_eps, false);
-  layer.q = make_linear(params, m, prefix + "attn.q", h, q_out, spec.qkv_bias, Split::kColumn);
-  layer.k = make_linear(params, m, prefix + "attn.k", h, kv_out, spec.qkv_bias, Split::kColumn);
-  layer.v = make_linear(params, m, prefix + "attn.v", h, kv_out, spec.qkv_bias, Split::kColumn);
-  layer.out = make_linear(params, m, prefix + "attn.out", q_out, h, spec.out_bias, Split::kRow);
+  layer.q = make_linear(params, m, prefix + "attn.q", h, q_out, spec.qkv_bias, {Split::kColumn, spec.heads});
+  layer.k = make_linear(params, m, prefix + "attn.k", h, kv_out, spec.qkv_bias, {Split::kColumn, spec.kv_heads, 1, /*copies=*/true});
+  layer.v = make_linear(params, m, prefix + "attn.v", h, kv_out, spec.qkv_bias, {Split::kColumn, spec.kv_heads, 1, /*copies=*/true});
+  layer.out = make_linear(params, m, prefix + "attn.out", q_out, h, spec.out_bias, {Split::kRow, spec.heads});
   layer.mlp_norm = make_norm(params, m, prefix + "mlp_norm", h, spec.norm_eps, false);
-  layer.mlp.gate = make_linear(params, m, prefix + "mlp.gate", h, spec.intermediate, spec.mlp_bias, Split::kColumn);
-  layer.mlp.up = make_linear(params, m, prefix + "mlp.up", h, spec.intermediate, spec.mlp_bias, Split::kColumn);
-  layer.mlp.down = make_linear(params, m, prefix + "mlp.down", spec.intermediate, h, spec.mlp_bias, Split::kRow);
+  layer.mlp.gate = make_linear(params, m, prefix + "mlp.gate", h, spec.intermediate, spec.mlp_bias, {Split::kColumn});
+  layer.mlp.up = make_linear(params, m, prefix + "mlp.up", h, spec.intermediate, spec.mlp_bias, {Split::kColumn});
+  layer.mlp.down = make_linear(params, m, prefix + "mlp.down", spec.intermediate, h, spec.mlp_bias, {Split::kRow});
   return layer;
 }
 

@@ -2,7 +2,10 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <algorithm>
+
 #include "parvl/base/check.h"
+#include "parvl/nn/tensor_buffer.h"
 
 namespace parvl {
 
@@ -28,13 +31,42 @@ int64_t Param::numel() const {
   return n;
 }
 
+std::vector<int64_t> Param::part_shape() const {
+  std::vector<int64_t> out = shape;
+  if (part.count == 1) return out;
+  const auto [begin, end] = part_range(part.index);
+  out[static_cast<size_t>(shard.dim)] = (end - begin) * shard.blocks;
+  return out;
+}
+
+int64_t Param::part_numel() const {
+  int64_t n = 1;
+  for (int64_t size : part_shape()) n *= size;
+  return n;
+}
+
+std::pair<int64_t, int64_t> Param::part_range(int64_t index) const {
+  const int64_t block = shape[static_cast<size_t>(std::max(0, shard.dim))] / shard.blocks;
+  return {index * block / part.count, (index + 1) * block / part.count};
+}
+
+at::Tensor Param::part_of(const at::Tensor& whole, int64_t index) const {
+  if (part.count == 1) return whole;
+  const auto [begin, end] = part_range(index);
+  if (shard.blocks == 1) return whole.narrow(shard.dim, begin, end - begin);
+  const int64_t block = whole.size(shard.dim) / shard.blocks;
+  std::vector<at::Tensor> pieces;
+  for (int b = 0; b < shard.blocks; ++b) pieces.push_back(whole.narrow(shard.dim, b * block + begin, end - begin));
+  return at::cat(pieces, shard.dim);
+}
+
 Param* ParamTable::add(Module module, const std::string& name, std::vector<int64_t> shape, Init init, Shard shard) {
   auto param = std::make_unique<Param>();
   param->name = std::string(to_string(module)) + "." + name;
   param->shape = std::move(shape);
   param->module = module;
   param->init = init;
-  param->shard = std::move(shard);
+  param->shard = shard;
   const bool is_new = by_name_.emplace(param->name, param.get()).second;
   PARVL_CHECK(is_new, "a parameter name is used twice");
   params_.push_back(std::move(param));
@@ -54,8 +86,66 @@ std::vector<Param*> ParamTable::owned() const {
   return out;
 }
 
+absl::Status ParamTable::split(Module module, ProcessGroup* group) {
+  TensorParallel& ranks = ranks_[static_cast<size_t>(module)];
+  ranks = TensorParallel(group);
+  const int64_t size = ranks.size();
+  for (const auto& param : params_) {
+    const Shard& shard = param->shard;
+    if (param->module != module || !shard.cut()) continue;
+    PARVL_CHECK(!param->value.defined(), "a parameter is cut that has its tensors already");
+    const int64_t length = param->shape[static_cast<size_t>(shard.dim)] / shard.blocks;
+    const int64_t units = shard.units > 0 ? shard.units : length;
+    if (shard.copies && size > units && size % units == 0) {
+      param->part = {ranks.rank() / (size / units), units, size / units};
+      continue;
+    }
+    const bool fits = shard.units > 0 ? units % size == 0 : size <= units;
+    if (!fits) {
+      return invalid(to_string(module), ": tp = ", size, " does not divide the ", units, " parts that ", param->name,
+                     " has (heads, or columns of an MLP)", shard.copies ? ", nor is it a multiple of them" : "");
+    }
+    param->part = {ranks.rank(), size, 1};
+  }
+  return absl::OkStatus();
+}
+
+at::Tensor ParamTable::whole(const Param& param, const at::Tensor& part) const {
+  const TensorParallel& ranks = this->ranks(param.module);
+  if (param.part.count == 1) return part;
+  int64_t most = 0;
+  std::vector<std::vector<int64_t>> shapes;
+  Param other;
+  other.shape = param.shape;
+  other.shard = param.shard;
+  for (int64_t index = 0; index < param.part.count; ++index) {
+    other.part = {index, param.part.count, param.part.copies};
+    shapes.push_back(other.part_shape());
+    most = std::max(most, other.part_numel());
+  }
+  const at::Tensor filled = at::zeros({most}, part.options());
+  filled.narrow(0, 0, part.numel()).copy_(part.reshape({-1}));
+  const at::Tensor all = at::empty({ranks.size(), most}, part.options());
+  wait(ranks.group()->all_gather(buffer_of(filled), buffer_of(all)));
+  const at::Tensor out = at::empty(param.shape, part.options());
+  const int64_t dim = param.shard.dim, blocks = param.shard.blocks;
+  const int64_t block = param.shape[static_cast<size_t>(dim)] / blocks;
+  for (int64_t index = 0; index < param.part.count; ++index) {
+    const auto& shape = shapes[static_cast<size_t>(index)];
+    const at::Tensor values = all.select(0, index * param.part.copies);
+    int64_t numel = 1;
+    for (int64_t size : shape) numel *= size;
+    const at::Tensor piece = values.narrow(0, 0, numel).view(shape);
+    const auto [begin, end] = param.part_range(index);
+    for (int64_t b = 0; b < blocks; ++b) {
+      out.narrow(dim, b * block + begin, end - begin).copy_(piece.narrow(dim, b * (end - begin), end - begin));
+    }
+  }
+  return out;
+}
+
 void ParamTable::allocate(at::ScalarType dtype, at::Device device) {
-  const auto padded = [](const Param& param) { return (param.numel() + kAlign - 1) / kAlign * kAlign; };
+  const auto padded = [](const Param& param) { return (param.part_numel() + kAlign - 1) / kAlign * kAlign; };
   int64_t total = 0;
   for (Param* param : owned()) total += padded(*param);
   const at::Tensor all = at::empty({total}, at::TensorOptions().dtype(dtype).device(device));
@@ -63,7 +153,7 @@ void ParamTable::allocate(at::ScalarType dtype, at::Device device) {
   for (const bool matrices : {true, false}) {
     for (Param* param : owned()) {
       if (param->is_matrix() != matrices) continue;
-      param->value = all.narrow(0, offset, param->numel()).view(param->shape);
+      param->value = all.narrow(0, offset, param->part_numel()).view(param->part_shape());
       param->master = param->value;
       offset += padded(*param);
     }
@@ -82,7 +172,7 @@ void ParamTable::initialise(uint64_t seed, double std) {
       for (char c : param->name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
       auto generator = at::make_generator<at::CPUGeneratorImpl>(hash);
       const at::Tensor random = at::empty(param->shape, at::kFloat).normal_(0, std, generator);
-      param->value.copy_(random);
+      param->value.copy_(param->own_part(random));
     }
     if (!param->master.is_same(param->value)) param->master.copy_(param->value);
   }

@@ -3,14 +3,17 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "parvl/nn/tensor_parallel.h"
 #include "parvl/plan/model_spec.h"
 
 namespace parvl {
@@ -20,11 +23,21 @@ const char* to_string(Module module);  // "vision_encoder", "projector", "llm_ba
 
 enum class Init { kNormal, kOnes, kZeros };
 
-// Which dim of the global shape a mesh axis may split. Empty axis: every rank holds the whole tensor.
+// How the ranks of a tensor-parallel group share a parameter. Without it every rank holds the whole tensor.
 struct Shard {
-  std::string axis;
-  int dim = 0;
+  int dim = -1;    // of the global shape that is cut; -1: none
   int blocks = 1;  // equal parts of the dim that are each cut: 3 for rows that are queries, then keys, then values
+  // What a cut may not go through, as so many equal parts of a block: heads. 0: any row may be the border, and parts may
+  // differ by one (the vocabulary).
+  int64_t units = 0;
+  bool copies = false;  // with more ranks than units several have the same one (key and value heads)
+
+  bool cut() const { return dim >= 0; }
+};
+
+// This rank's part of a parameter that is cut: part `index` of `count`, which `copies` ranks hold.
+struct ShardPart {
+  int64_t index = 0, count = 1, copies = 1;
 };
 
 struct Param {
@@ -33,16 +46,25 @@ struct Param {
   Module module = Module::kBackbone;
   Init init = Init::kNormal;
   Shard shard;
+  ShardPart part;                         // the whole unless ParamTable::split cut it
   std::vector<int64_t> checkpoint_shape;  // where a checkpoint writes the same values in another shape; else empty
   Param* tied_to = nullptr;               // shares that parameter's tensors; saved and updated there
 
+  // Of this rank's part:
   at::Tensor value;      // what the forward reads, in the compute dtype, on the device
   at::Tensor master;     // what the optimizer updates: value itself, or its float32 original when value is 16-bit
   at::Tensor main_grad;  // accumulates over micro batches in master's dtype; undefined when frozen or only serving
 
   bool trainable() const { return main_grad.defined(); }
   bool is_matrix() const { return shape.size() >= 2; }  // weight decay applies to these
-  int64_t numel() const;
+  int64_t numel() const;  // global
+  std::vector<int64_t> part_shape() const;
+  int64_t part_numel() const;
+  // Where part `index` lies in the cut dim of one block, as first and last + 1.
+  std::pair<int64_t, int64_t> part_range(int64_t index) const;
+  // Part `index` of a tensor of the global shape: a view where the part is one piece.
+  at::Tensor part_of(const at::Tensor& whole, int64_t index) const;
+  at::Tensor own_part(const at::Tensor& whole) const { return part_of(whole, part.index); }
 };
 
 // Owns the parameters in a fixed order (the model's own); pointers stay valid while it lives. Not thread-safe to
@@ -56,6 +78,15 @@ class ParamTable {
   // Those that own their tensors (not tied to another), in order.
   std::vector<Param*> owned() const;
 
+  // Cuts a module's parameters over the ranks of `group` (null: leaves them whole), which the layers then compute with.
+  // Before tensors are allocated. InvalidArgument naming the parameter and the numbers when these do not go together.
+  absl::Status split(Module module, ProcessGroup* group);
+  // The ranks that a module is cut over. The address stays while the table lives.
+  const TensorParallel& ranks(Module module) const { return ranks_[static_cast<size_t>(module)]; }
+  // A whole tensor of the parameter's global shape out of all ranks' parts, on all ranks of its module's group, which
+  // all call it.
+  at::Tensor whole(const Param& param, const at::Tensor& part) const;
+
   // Gives every owned parameter its part of one tensor of `dtype` on `device`, uninitialised. One, since the system
   // gives large pages only to large blocks, and weights are read faster from them. Matrices come before vectors, so
   // that those which multiply the same input lie side by side and can go through one product.
@@ -68,6 +99,7 @@ class ParamTable {
  private:
   std::vector<std::unique_ptr<Param>> params_;
   std::unordered_map<std::string, Param*> by_name_;
+  std::array<TensorParallel, 3> ranks_;  // by module
 };
 
 at::ScalarType to_scalar_type(DType dtype);

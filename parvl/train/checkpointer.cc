@@ -27,16 +27,23 @@ constexpr char kState[] = "trainer/state.json";
 constexpr char kTensors[] = "trainer/optimizer.safetensors";
 constexpr int64_t kFormat = 1;
 
-// Name and flat-tensor slice of everything that the optimizer carries for each parameter.
-std::vector<std::pair<std::string, at::Tensor>> optimizer_tensors(const Optimizer& optimizer, bool with_master) {
-  std::vector<std::pair<std::string, at::Tensor>> out;
+// A tensor that the optimizer carries for a parameter: this rank's part, a slice of a flat tensor.
+struct StateTensor {
+  std::string name;
+  const Param* param = nullptr;
+  at::Tensor part;
+  const char* dtype() const { return part.scalar_type() == at::kDouble ? "F64" : "F32"; }
+};
+
+std::vector<StateTensor> optimizer_tensors(const Optimizer& optimizer, bool with_master) {
+  std::vector<StateTensor> out;
   for (const OptimGroupState& group : optimizer.groups()) {
     for (size_t i = 0; i < group.params.size(); ++i) {
       const Param& param = *group.params[i];
       const auto add = [&](const char* what, const at::Tensor& flat) {
-        if (flat.defined()) {
-          out.emplace_back(param.name + "." + what, flat.narrow(0, group.offsets[i], param.numel()).view(param.shape));
-        }
+        if (!flat.defined()) return;
+        const at::Tensor part = flat.narrow(0, group.offsets[i], param.part_numel()).view(param.part_shape());
+        out.push_back({param.name + "." + what, &param, part});
       };
       add("moment1", group.moment1);
       add("moment2", group.moment2);
@@ -51,21 +58,31 @@ bool needs_master(const Optimizer& optimizer) {
   return !optimizer.groups().front().value.is_same(optimizer.groups().front().master);
 }
 
-absl::Status save_optimizer(const std::string& path, const Optimizer& optimizer) {
-  const auto tensors = optimizer_tensors(optimizer, needs_master(optimizer));
+absl::StatusOr<std::unique_ptr<FileWriter>> begin_file(const std::string& path, const std::vector<StateTensor>& tensors) {
   std::vector<TensorEntry> entries;
-  for (const auto& [name, tensor] : tensors) {
-    const char* dtype = tensor.scalar_type() == at::kDouble ? "F64" : "F32";
-    entries.push_back({name, dtype, tensor.sizes().vec(), 0, static_cast<uint64_t>(tensor.nbytes())});
+  for (const StateTensor& tensor : tensors) {
+    const auto bytes = static_cast<uint64_t>(tensor.param->numel()) * tensor.part.element_size();
+    entries.push_back({tensor.name, tensor.dtype(), tensor.param->shape, 0, bytes});
   }
   PARVL_ASSIGN_OR_RETURN(auto writer, FileWriter::create(path));
   const std::string header = make_safetensors_header(entries);
   PARVL_RETURN_IF_ERROR(writer->append(header.data(), header.size()));
-  for (const auto& [name, tensor] : tensors) {
-    const at::Tensor data = tensor.to(at::kCPU).contiguous();
-    PARVL_RETURN_IF_ERROR(writer->append(data.data_ptr(), data.nbytes()));
+  return writer;
+}
+
+// As save_weights: every rank gives its parts, also after an error.
+absl::Status save_optimizer(const std::string& path, const CheckpointContents& contents, bool write) {
+  const auto tensors = optimizer_tensors(*contents.optimizer, needs_master(*contents.optimizer));
+  absl::StatusOr<std::unique_ptr<FileWriter>> writer = nullptr;
+  if (write) writer = begin_file(path, tensors);
+  absl::Status status = writer.status();
+  for (const StateTensor& tensor : tensors) {
+    const at::Tensor whole = contents.model->params().whole(*tensor.param, tensor.part);
+    if (!write || !status.ok()) continue;
+    const at::Tensor data = whole.to(at::kCPU).contiguous();
+    status = (*writer)->append(data.data_ptr(), data.nbytes());
   }
-  return writer->finish();
+  return write && status.ok() ? (*writer)->finish() : status;
 }
 
 absl::Status load_optimizer(const std::string& path, Optimizer& optimizer) {
@@ -73,17 +90,17 @@ absl::Status load_optimizer(const std::string& path, Optimizer& optimizer) {
   PARVL_ASSIGN_OR_RETURN(const auto entries, read_safetensors_header(mapped->bytes(), path));
   std::map<std::string, const TensorEntry*> by_name;
   for (const TensorEntry& entry : entries) by_name[entry.name] = &entry;
-  for (const auto& [name, tensor] : optimizer_tensors(optimizer, needs_master(optimizer))) {
-    const auto found = by_name.find(name);
-    if (found == by_name.end()) return invalid(path, " lacks '", name, "'; the checkpoint is of another optimizer");
+  for (const StateTensor& tensor : optimizer_tensors(optimizer, needs_master(optimizer))) {
+    const auto found = by_name.find(tensor.name);
+    if (found == by_name.end()) return invalid(path, " lacks '", tensor.name, "'; the checkpoint is of another optimizer");
     const TensorEntry& entry = *found->second;
-    const char* dtype = tensor.scalar_type() == at::kDouble ? "F64" : "F32";
-    if (entry.shape != tensor.sizes().vec() || entry.dtype != dtype) {
-      return invalid(path, ": '", name, "' has another shape or type than this run's");
+    if (entry.shape != tensor.param->shape || entry.dtype != tensor.dtype()) {
+      return invalid(path, ": '", tensor.name, "' has another shape or type than this run's");
     }
-    at::Tensor target = tensor;
-    target.copy_(at::from_blob(const_cast<char*>(mapped->bytes().data()) + entry.offset, tensor.sizes(),
-                               at::TensorOptions().dtype(tensor.scalar_type())));
+    const at::Tensor whole = at::from_blob(const_cast<char*>(mapped->bytes().data()) + entry.offset, entry.shape,
+                                           at::TensorOptions().dtype(tensor.part.scalar_type()));
+    at::Tensor part = tensor.part;
+    part.copy_(tensor.param->own_part(whole));
   }
   return absl::OkStatus();
 }
@@ -108,9 +125,19 @@ absl::Status write_manifest(const std::string& dir) {
 }
 
 absl::Status write_all(const std::string& dir, DType dtype, const CheckpointContents& contents) {
-  fs::create_directories(dir + "/trainer");
-  PARVL_RETURN_IF_ERROR(save_weights(*contents.model, dir, {.dtype = dtype, .copy_from = contents.copy_from}));
-  PARVL_RETURN_IF_ERROR(save_optimizer(dir + "/" + kTensors, *contents.optimizer));
+  absl::Status status;
+  if (contents.write) {
+    status = catch_exceptions("cannot make the folder", [&] {
+      fs::remove_all(dir);
+      fs::create_directories(dir + "/trainer");
+      return absl::OkStatus();
+    });
+  }
+  const auto writes = [&] { return contents.write && status.ok(); };
+  status.Update(save_weights(*contents.model, dir,
+                             {.dtype = dtype, .copy_from = contents.copy_from, .write = writes()}));
+  status.Update(save_optimizer(dir + "/" + kTensors, contents, writes()));
+  if (!writes()) return status;
   const Json state = {{"format", kFormat},
                       {"step", contents.optimizer->steps_done()},
                       {"updates", contents.optimizer->updates_done()},
@@ -215,13 +242,13 @@ absl::StatusOr<std::string> save_checkpoint(const std::string& out, DType dtype,
   const std::string final_dir = checkpoint_dir(out, step);
   const std::string temporary = absl::StrCat(out, "/.step-", step, ".tmp");
   absl::Status status = catch_exceptions("cannot save the checkpoint " + final_dir, [&]() -> absl::Status {
-    fs::remove_all(temporary);
     PARVL_RETURN_IF_ERROR(write_all(temporary, dtype, contents));
-    return publish(temporary, final_dir);
+    return contents.write ? publish(temporary, final_dir) : absl::OkStatus();
   });
+  if (status.ok() && !contents.write) return final_dir;
   if (status.ok()) status = sync_directory(out);
   std::error_code error;
-  fs::remove_all(temporary, error);  // after a failure the new one, else the one that was replaced
+  if (contents.write) fs::remove_all(temporary, error);  // after a failure the new one, else the one that was replaced
   if (!status.ok()) return with_context(status, absl::StrCat("the checkpoint of step ", step, " was not saved"));
   return final_dir;
 }

@@ -36,10 +36,12 @@ struct CheckpointContents {
   int64_t run = 0;
   Json identity;          // name → value: what must be equal for a resumed run to continue this one (see Trainer)
   std::string copy_from;  // directory of the tokenizer, template and preprocessor files
+  bool write = true;      // false: see SaveOptions
 };
 
 // Writes OUT/step-N with N the optimizer's steps. On failure (disk full) what was there before is untouched and no part
-// of the new one is left. Replaces a directory of that name at once. Returns the directory.
+// of the new one is left. Replaces a directory of that name at once. Returns the directory. All ranks call it, of which
+// one writes.
 absl::StatusOr<std::string> save_checkpoint(const std::string& out, DType dtype, const CheckpointContents& contents);
 
 // Step numbers of the checkpoints in OUT: the latest run's first, each run's newest first. They are not checked yet.

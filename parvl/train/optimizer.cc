@@ -52,7 +52,7 @@ void allocate_group(OptimGroupState& group, const OptimRecipe& optim, bool zero1
   int64_t total = 0;
   for (const Param* param : group.params) {
     group.offsets.push_back(total);
-    total += param->numel();
+    total += param->part_numel();
   }
   const int64_t parts = group.data == nullptr || !zero1 ? 1 : group.data->size();
   group.part_size = (total + parts - 1) / parts;
@@ -72,7 +72,7 @@ void allocate_group(OptimGroupState& group, const OptimRecipe& optim, bool zero1
   for (size_t i = 0; i < group.params.size(); ++i) {
     Param& param = *group.params[i];
     const auto view = [&](const at::Tensor& flat) {
-      return flat.narrow(0, group.offsets[i], param.numel()).view(param.shape);
+      return flat.narrow(0, group.offsets[i], param.part_numel()).view(param.part_shape());
     };
     param.master = view(group.master);
     param.main_grad = view(group.grad);
@@ -103,21 +103,25 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
   const at::ScalarType value_type = to_scalar_type(dtype);
   const at::ScalarType master_type = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
   std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim, ranks.zero1));
-  std::map<std::tuple<Module, double, double>, size_t> index;  // one module a group: later each has its own mesh
+  // One module a group, since each has its own mesh.
+  std::map<std::tuple<Module, double, double, int64_t, int64_t>, size_t> index;
   for (Param* param : params.owned()) {
     if (frozen(params, *param, recipe.train)) {
-      param->value = at::empty(param->shape, at::TensorOptions().dtype(value_type).device(device));
+      param->value = at::empty(param->part_shape(), at::TensorOptions().dtype(value_type).device(device));
       param->master = param->value;
       param->main_grad = at::Tensor();
       continue;
     }
     const auto [lr, weight_decay] = settings(params, *param, recipe.optim);
-    auto [it, added] = index.emplace(std::tuple(param->module, lr, weight_decay), optimizer->groups_.size());
+    auto [it, added] = index.emplace(
+        std::tuple(param->module, lr, weight_decay, param->part.count, param->part.copies), optimizer->groups_.size());
     if (added) {
       optimizer->groups_.emplace_back();
       optimizer->groups_.back().lr = lr;
       optimizer->groups_.back().weight_decay = weight_decay;
       if (ranks.data) optimizer->groups_.back().data = ranks.data(param->module);
+      optimizer->groups_.back().tensor = params.ranks(param->module);
+      optimizer->groups_.back().part = param->part;
     }
     optimizer->groups_[it->second].params.push_back(param);
   }
@@ -156,7 +160,7 @@ void Optimizer::unshard() {
     gather(group.master);
     for (size_t i = 0; i < group.params.size(); ++i) {
       Param& param = *group.params[i];
-      param.master = group.master.narrow(0, group.offsets[i], param.numel()).view(param.shape);
+      param.master = group.master.narrow(0, group.offsets[i], param.part_numel()).view(param.part_shape());
     }
   }
 }
@@ -165,8 +169,20 @@ void Optimizer::zero_grad() {
   for (OptimGroupState& group : groups_) group.grad.zero_();
 }
 
+void Optimizer::sum_over_tensor_group(OptimGroupState& group) {
+  const ShardPart& part = group.part;
+  if (group.tensor.alone() || (part.count > 1 && part.copies == 1)) return;
+  if (part.count == 1) return group.tensor.reduce(group.grad, ReduceOp::kSum);
+  // Each part's copies lie on neighbours; with room for all parts one sum serves, whatever the groups.
+  const at::Tensor all = at::zeros({part.count, group.grad.size(0)}, group.grad.options());
+  all.select(0, part.index).copy_(group.grad);
+  group.tensor.reduce(all, ReduceOp::kSum);
+  group.grad.copy_(all.select(0, part.index));
+}
+
 void Optimizer::reduce_grads() {
   for (OptimGroupState& group : groups_) {
+    sum_over_tensor_group(group);
     if (group.data == nullptr) continue;
     if (!zero1_) {
       wait(group.data->all_reduce(buffer_of(group.grad), ReduceOp::kSum));
@@ -185,6 +201,10 @@ at::Tensor Optimizer::grad_norm() const {
         at::linalg_vector_norm(own(group, group.grad), 2, at::OptionalIntArrayRef{}, false, at::kDouble);
     at::Tensor square = norm.square().view({1});
     if (zero1_ && group.data != nullptr) wait(group.data->all_reduce(buffer_of(square), ReduceOp::kSum));
+    if (group.part.count > 1) {
+      group.tensor.reduce(square, ReduceOp::kSum);
+      square.div_(static_cast<double>(group.part.copies));
+    }
     squares.push_back(square);
   }
   return at::cat(squares).sum().sqrt();

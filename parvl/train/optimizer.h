@@ -4,6 +4,10 @@
 // Data parallel: a group's gradients are summed over the ranks of its module's data group. With ZeRO-1 (Rajbhandari et
 // al., "ZeRO", 2020, stage 1) each of these ranks keeps the optimizer's state of one part of the flat tensor, updates
 // that part and gives its values to the others.
+//
+// Tensor parallel (nn/tensor_parallel.h): the flat tensors hold this rank's parts. What is whole on every rank of a
+// module's tensor group has a part of its gradient on each, and so has a key head that several of them hold: these are
+// summed over that group first.
 #pragma once
 
 #include <functional>
@@ -17,7 +21,7 @@
 
 namespace parvl {
 
-// Parameters of one module with one learning rate and one weight decay.
+// Parameters of one module with one learning rate and one weight decay, that are cut alike.
 struct OptimGroupState {
   double lr = 0;
   double weight_decay = 0;
@@ -28,11 +32,13 @@ struct OptimGroupState {
   at::Tensor moment1, moment2;   // AdamW; SGD with momentum uses moment1
   at::Tensor updates;            // AdamW's count of updates, a float scalar on the device
   ProcessGroup* data = nullptr;  // the ranks with these parameters and other samples; null: none
+  TensorParallel tensor;         // the ranks that the module is cut over
+  ShardPart part;                // of each of these parameters; the whole: they are not cut
   // The part that this rank updates: all of it without ZeRO-1. The flat tensors are padded so that parts are equal.
   int64_t part_begin = 0, part_size = 0;
 };
 
-// Where a parameter's gradient is summed, and how the state is kept.
+// Where a parameter's gradient is summed, and how the state is kept. Which parameters are cut, `params` says.
 struct OptimizerRanks {
   std::function<ProcessGroup*(Module)> data;  // null, or gives null: only here. Borrowed
   bool zero1 = false;
@@ -55,13 +61,12 @@ class Optimizer {
   void unshard();
 
   void zero_grad();
-  // Sums the gradients over the data groups: every rank has all of them, or with ZeRO-1 its own part. All ranks call
-  // it.
+  // Sums the gradients over the tensor and data groups: every rank has all of its parameters', or with ZeRO-1 its own
+  // part. All ranks call it.
   void reduce_grads();
   // All gradients on every rank also with ZeRO-1, to look at them. After reduce_grads, by all ranks.
   void gather_grads();
-  // √Σ gradient², each element once, as a scalar on the device (float64). After reduce_grads, and with ZeRO-1 by all
-  // ranks.
+  // √Σ gradient², each element of the model once, as a scalar on the device (float64). After reduce_grads, by all ranks.
   at::Tensor grad_norm() const;
   void scale_grads(double factor);
   // One update with learning rates times `lr_factor`, then the values are refreshed from the masters.
@@ -78,6 +83,7 @@ class Optimizer {
 
  private:
   void share_values();
+  static void sum_over_tensor_group(OptimGroupState& group);
 
   Optimizer(const OptimRecipe& recipe, bool zero1) : recipe_(recipe), zero1_(zero1) {}
   OptimRecipe recipe_;

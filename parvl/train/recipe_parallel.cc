@@ -50,7 +50,7 @@ absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader module, con
   }
   PARVL_RETURN_IF_ERROR(module.finish());
   for (const auto& [key, value] : degrees) {
-    if (*value != 1 && std::string(key) != "dp")
+    if (*value != 1 && std::string(key) != "dp" && std::string(key) != "tp")
       checker.note(module.where(key), absl::StrCat("= ", *value), "leave it out or set it to 1");
   }
   if (out.ranks > 0) checker.note(module.where("ranks"), absl::StrCat("= ", out.ranks), "leave it out");
@@ -80,6 +80,15 @@ absl::StatusOr<ParallelSpec> read_parallel(ConfigReader& recipe) {
   PARVL_ASSIGN_OR_RETURN(out.vision_encoder, read_module(parallel.section("vision_encoder"), &out.llm, checker));
   PARVL_ASSIGN_OR_RETURN(out.audio_encoder, read_module(parallel.section("audio_encoder"), &out.llm, checker));
   PARVL_ASSIGN_OR_RETURN(out.projector, read_module(parallel.section("projector"), &out.llm, checker));
+  // The ranks of an encoder's or projector's matrices must have the same samples.
+  const std::pair<const char*, const std::optional<ModuleLayout>*> covering[] = {
+      {"vision_encoder", &out.vision_encoder}, {"audio_encoder", &out.audio_encoder}, {"projector", &out.projector}};
+  for (const auto& [name, layout] : covering) {
+    if (!layout->has_value() || (*layout)->ranks > 0 || out.llm.tp % (*layout)->tp == 0) continue;
+    parallel.section(name).fail("tp", absl::StrCat("(", (*layout)->tp, ") must divide llm_backbone.tp (", out.llm.tp,
+                                                   "): the ranks that it is cut over must have the same samples"));
+  }
+  PARVL_RETURN_IF_ERROR(parallel.finish());
   if (out.zero > 1) checker.note(parallel.where("zero"), absl::StrCat("= ", out.zero), "set it to 0 or 1");
   if (out.schedule != "1f1b")
     checker.note(parallel.where("schedule"), "= " + out.schedule, "leave it out or set it to 1f1b");

@@ -35,6 +35,43 @@ ProcessGroup* RunRanks::data(Module module) const {
   return mesh_ == nullptr ? nullptr : mesh_->group(std::string(to_string(module)) + ".data");
 }
 
+ProcessGroup* RunRanks::tensor(Module module) const {
+  return mesh_ == nullptr ? nullptr : mesh_->group(std::string(to_string(module)) + ".tp");
+}
+
+ProcessGroup* RunRanks::replica() const { return mesh_ == nullptr ? nullptr : mesh_->group("llm_backbone.model"); }
+
+bool RunRanks::holds_first(const Param& param) const {
+  const ProcessGroup *same = data(param.module), *cut = tensor(param.module);
+  if (same != nullptr && same->rank() > 0) return false;
+  if (cut == nullptr) return true;
+  return param.part.count == 1 ? cut->rank() == 0 : cut->rank() % param.part.copies == 0;
+}
+
+VisionLayout RunRanks::vision_layout() const {
+  VisionLayout out;
+  if (replica() == nullptr) return out;
+  out.ranks = replica()->size();
+  out.rank = replica()->rank();
+  out.encoder = mesh_->plan().find("vision_encoder")->grid.size("tp");
+  out.projector = mesh_->plan().find("projector")->grid.size("tp");
+  return out;
+}
+
+absl::Status RunRanks::sum_exactly(absl::Span<uint64_t> values) const {
+  constexpr uint64_t kHalf = uint64_t{1} << 32;
+  std::vector<double> halves;  // sums of which a double holds exactly
+  for (const uint64_t value : values) {
+    halves.push_back(static_cast<double>(value % kHalf));
+    halves.push_back(static_cast<double>(value / kHalf));
+  }
+  PARVL_RETURN_IF_ERROR(sum(absl::MakeSpan(halves)));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<uint64_t>(halves[2 * i]) + static_cast<uint64_t>(halves[2 * i + 1]) * kHalf;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status RunRanks::sum(absl::Span<double> values) const {
   ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
   if (group == nullptr) return absl::OkStatus();

@@ -5,6 +5,7 @@
 
 #include "parvl/models/packing.h"
 #include "parvl/train/data.h"
+#include "parvl/train/run_ranks.h"
 
 namespace parvl {
 
@@ -13,8 +14,10 @@ struct ScoreOptions {
   int64_t max_length = 0;
   int64_t limit = 0;             // samples; 0: all
   ImageCache* images = nullptr;  // decoded images, as several samples may share one; borrowed, may be null
-  std::function<void()> on_batch;
   std::function<bool()> stop_requested;  // asked after every batch; true: leave with Cancelled
+  // The batches are dealt out over the replicas of these ranks, which all call it and ask `stop_requested` as often;
+  // every rank gets the whole score. Null: alone.
+  const RunRanks* ranks = nullptr;
 };
 
 struct Score {

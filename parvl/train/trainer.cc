@@ -130,6 +130,7 @@ absl::StatusOr<StepResult> Trainer::compute_gradients(const GlobalBatch& batch) 
     for (size_t i = 1; i < prompt.is_target.size(); ++i) counts[0] += prompt.is_target[i];
     counts[1] += static_cast<double>(prompt.ids.size());
   }
+  if (!ranks_->counts()) counts = {0, 0};
   PARVL_RETURN_IF_ERROR(ranks_->sum(absl::MakeSpan(counts)));
   result.targets = static_cast<int64_t>(counts[0]);
   result.tokens = static_cast<int64_t>(counts[1]);
@@ -139,19 +140,20 @@ absl::StatusOr<StepResult> Trainer::compute_gradients(const GlobalBatch& batch) 
   const size_t micro = static_cast<size_t>(recipe_.data.micro_batch);
   for (size_t begin = 0; begin < batch.samples.size(); begin += micro) {
     const size_t end = std::min(begin + micro, batch.samples.size());
-    const PackedBatch packed = pack(*model_, to_sequences(batch.samples, begin, end), device_);
-    loss.add_(forward_backward(*model_, packed, 1.0 / static_cast<double>(result.targets),
+    const MicroBatch one = make_micro_batch(*model_, to_sequences(batch.samples, begin, end), device_, *ranks_);
+    loss.add_(forward_backward(*model_, one, 1.0 / static_cast<double>(result.targets),
                                recipe_.train.recompute == "full"));
     BatchShape shape;
     for (size_t i = begin; i < end; ++i)
       shape.sequence_tokens.push_back(static_cast<int64_t>(batch.samples[i].ids.size()));
-    for (const Grid& grid : packed.grids) shape.image_patches.push_back(grid.patches());
-    shape.loss_tokens = packed.num_targets;
+    for (const Grid& grid : one.grids) shape.image_patches.push_back(grid.patches());
+    shape.loss_tokens = one.packed.num_targets;
     result.flops += training_flops(model_->spec(), shape);
   }
   optimizer_->reduce_grads();
   const at::Tensor figures = at::stack({loss, optimizer_->grad_norm()}).cpu();
   std::array<double, 2> sums = {figures[0].item<double>(), result.flops};
+  if (!ranks_->counts()) sums = {0, 0};
   PARVL_RETURN_IF_ERROR(ranks_->sum(absl::MakeSpan(sums)));
   result.loss = sums[0];
   result.flops = sums[1];
@@ -215,9 +217,9 @@ absl::Status Trainer::save() {
   contents.run = run_;
   contents.identity = identity_;
   contents.copy_from = recipe_.model.empty() ? recipe_.tokenizer : recipe_.model;
+  contents.write = ranks_->is_first();
   optimizer_->unshard();
-  absl::StatusOr<std::string> dir = checkpoint_dir(recipe_.train.out, optimizer_->steps_done());
-  if (ranks_->is_first()) dir = save_checkpoint(recipe_.train.out, dtype_, contents);
+  absl::StatusOr<std::string> dir = save_checkpoint(recipe_.train.out, dtype_, contents);
   if (!dir.ok()) {
     const std::string last = saved_step_ > 0 ? absl::StrCat("; the one of step ", saved_step_, " is whole") : "";
     dir = absl::Status(dir.status().code(), absl::StrCat(dir.status().message(), last));
@@ -233,16 +235,23 @@ absl::Status Trainer::save() {
 absl::Status Trainer::evaluate() {
   if (!eval_set_) return absl::OkStatus();
   output_->working("evaluating");
-  return ranks_->agree(ranks_->is_first() && !stopping() ? evaluate_here() : absl::OkStatus());
+  return ranks_->agree(evaluate_here());
 }
 
 absl::Status Trainer::evaluate_here() {
   ScoreOptions options;
   options.batch = recipe_.data.micro_batch;
   options.max_length = recipe_.data.max_length;
-  options.stop_requested = env_.stop_requested;
+  options.ranks = ranks_.get();
+  absl::Status asked;
+  options.stop_requested = [&] {
+    const absl::StatusOr<bool> stop = all_stopping();
+    asked.Update(stop.status());
+    return !stop.ok() || *stop;
+  };
   options.images = eval_images_.get();
   const auto score = score_dataset(*model_, *prompts_, *eval_set_, device_, options);
+  PARVL_RETURN_IF_ERROR(asked);
   if (absl::IsCancelled(score.status())) return absl::OkStatus();  // the loop leaves
   PARVL_RETURN_IF_ERROR(score.status());
   const int64_t step = optimizer_->steps_done();

@@ -49,13 +49,19 @@ std::string data_hash(const Dataset& data) {
   return hash.substr(0, 16);
 }
 
-// Over the bits of all weights, whatever the order of summation.
-std::string weights_hash(const ParamTable& params) {
-  std::string text;
+// Over the bits of all weights, whatever the order of summation and however they are cut. All ranks call it.
+absl::StatusOr<std::string> weights_hash(const ParamTable& params, const RunRanks& ranks) {
+  std::vector<uint64_t> sums;
   for (const Param* param : params.owned()) {
     const int64_t bytes = static_cast<int64_t>(param->master.element_size());
     const at::ScalarType bits = bytes == 8 ? at::kLong : bytes == 4 ? at::kInt : at::kShort;
-    absl::StrAppend(&text, param->name, "=", param->master.view(bits).sum(at::kLong).item<int64_t>(), "\n");
+    const bool once = ranks.holds_first(*param);
+    sums.push_back(once ? static_cast<uint64_t>(param->master.view(bits).sum(at::kLong).item<int64_t>()) : 0);
+  }
+  PARVL_RETURN_IF_ERROR(ranks.sum_exactly(absl::MakeSpan(sums)));
+  std::string text;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    absl::StrAppend(&text, params.owned()[i]->name, "=", static_cast<int64_t>(sums[i]), "\n");
   }
   return short_hash(text);
 }
@@ -71,7 +77,7 @@ std::string files_hash(const std::string& dir) {
 
 // What a run is: a checkpoint of another one is not continued. Learning rates, schedule, length and micro batch may
 // change.
-Json identity_of(const Recipe& recipe, const Model& model, const Dataset& data) {
+Json identity_of(const Recipe& recipe, const Model& model, const Dataset& data, const std::string& weights) {
   int64_t count = 0, trained = 0;
   std::string trained_names;
   for (const Param* param : model.params().owned()) {
@@ -83,7 +89,7 @@ Json identity_of(const Recipe& recipe, const Model& model, const Dataset& data) 
   const std::string momentum = recipe.optim.momentum != 0 ? " with momentum" : "";
   return {{"model", absl::StrCat(model.spec().model_type, " of ", count, " parameters, configuration ",
                                  config_hash(model.spec().config))},
-          {kStartingWeights, weights_hash(model.params())},
+          {kStartingWeights, weights},
           {"tokenizer and processor files", files_hash(recipe.model.empty() ? recipe.tokenizer : recipe.model)},
           {"train.dtype", recipe.train.dtype},
           {"train.freeze", absl::StrCat(trained, " parameters train, names ", short_hash(trained_names))},
@@ -180,6 +186,9 @@ absl::Status Trainer::load_model_and_data() {
   PARVL_RETURN_IF_ERROR(connect(spec));
   output_->working("loading the model");
   model_ = Model::create(spec);
+  for (const Module module : {Module::kVisionEncoder, Module::kProjector, Module::kBackbone}) {
+    PARVL_RETURN_IF_ERROR(with_context(model_->params().split(module, ranks_->tensor(module)), "parallel"));
+  }
   const OptimizerRanks ranks{[this](Module module) { return ranks_->data(module); }, recipe_.parallel.zero == 1};
   PARVL_ASSIGN_OR_RETURN(optimizer_, Optimizer::create(model_->params(), recipe_, dtype_, device_, ranks));
   if (from_directory) {
@@ -188,7 +197,8 @@ absl::Status Trainer::load_model_and_data() {
     model_->params().initialise(recipe_.seed, spec.init_std);
     optimizer_->refresh_values();
   }
-  identity_ = identity_of(recipe_, *model_, *train_set_);
+  PARVL_ASSIGN_OR_RETURN(const std::string weights, weights_hash(model_->params(), *ranks_));
+  identity_ = identity_of(recipe_, *model_, *train_set_, weights);
   return absl::OkStatus();
 }
 

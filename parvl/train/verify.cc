@@ -6,11 +6,12 @@
 namespace parvl {
 namespace {
 
+// Whole tensors, on every rank.
 std::map<std::string, at::Tensor> copies(const Model& model, at::Tensor Param::*what) {
   std::map<std::string, at::Tensor> out;
   for (const Param* param : model.params().owned()) {
-    if (param->trainable())
-      out[param->name] = (param->*what).to(at::kCPU, at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+    if (!param->trainable()) continue;
+    out[param->name] = model.params().whole(*param, param->*what).to(at::kCPU, at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   }
   return out;
 }

@@ -64,7 +64,8 @@ absl::Status run(int argc, char** argv) {
     return save_weights(*model, argv[3], {.dtype = dtype, .copy_from = dir, .max_shard_bytes = 100000});
   }
   PARVL_ASSIGN_OR_RETURN(const Inputs inputs, read_inputs(argv[3]));
-  const PackedBatch batch = pack(*model, inputs.sequences, at::kCPU);
+  const MicroBatch one = make_micro_batch(*model, inputs.sequences, at::kCPU, RunRanks());
+  const PackedBatch& batch = one.packed;
   if (mode == "logits") {
     const at::Tensor hidden = run_backbone(*model, batch, encode_images(*model, batch, at::kCPU));
     write_raw(argv[4], model->backbone().logits(hidden));
@@ -74,7 +75,7 @@ absl::Status run(int argc, char** argv) {
   for (Param* param : model->params().owned()) param->main_grad = at::zeros_like(param->master);
   model->params().link_tied();
   const at::Tensor loss =
-      forward_backward(*model, batch, 1.0 / static_cast<double>(batch.num_targets), std::string(argv[6]) == "full");
+      forward_backward(*model, one, 1.0 / static_cast<double>(batch.num_targets), std::string(argv[6]) == "full");
   Json names = Json::object();
   int64_t index = 0;
   for (Param* param : model->params().owned()) {

@@ -62,9 +62,10 @@ TEST_F(BackpropTest, RecomputationChangesNoBit) {
 TEST_F(BackpropTest, GradientsFollowFiniteDifferences) {
   auto trainer = make();
   const GlobalBatch samples = batch({0, 1, 2, 3});
-  const PackedBatch packed = pack(trainer->model(), to_sequences(samples.samples, 0, 4), at::kCPU);
-  const double scale = 1.0 / static_cast<double>(packed.num_targets);
-  const auto loss = [&] { return forward_backward(trainer->model(), packed, scale, false).item<double>(); };
+  const MicroBatch one =
+      make_micro_batch(trainer->model(), to_sequences(samples.samples, 0, 4), at::kCPU, trainer->ranks());
+  const double scale = 1.0 / static_cast<double>(one.packed.num_targets);
+  const auto loss = [&] { return forward_backward(trainer->model(), one, scale, false).item<double>(); };
   loss();
   const auto slopes = gradients(*trainer);
   for (const Param* param : trainer->model().params().owned()) {

@@ -1,4 +1,4 @@
-// Data parallel training, ranks as threads: equal to one process, in every way of keeping the optimizer's state.
+// Runs of several ranks, as threads: equal to one process, in every way of keeping the optimizer's state.
 #include <absl/strings/match.h>
 
 #include <cmath>
@@ -40,20 +40,22 @@ class ParallelTrainTest : public TrainFixture {
     return env;
   }
 
-  Outcome train(int64_t dp, int64_t zero) {
+  Outcome train(int64_t dp, int64_t zero, int64_t tp = 1) {
     recipe_.parallel.llm.dp = dp;
+    recipe_.parallel.llm.tp = tp;
     recipe_.parallel.zero = zero;
     events_.clear();
     Outcome out;
-    out.statuses.resize(static_cast<size_t>(dp));
-    out.values.resize(static_cast<size_t>(dp));
-    run_local_world(dp, {}, [&](Communicator& communicator) {
+    out.statuses.resize(static_cast<size_t>(dp * tp));
+    out.values.resize(static_cast<size_t>(dp * tp));
+    run_local_world(dp * tp, {}, [&](Communicator& communicator) {
       const auto rank = static_cast<size_t>(communicator.rank());
       auto trainer = Trainer::create(recipe_, rank_environment(communicator));
       out.statuses[rank] = trainer.ok() ? (*trainer)->run() : trainer.status();
       if (!out.statuses[rank].ok()) return;
-      for (const Param* param : (*trainer)->model().params().owned()) {
-        out.values[rank][param->name] = param->value.clone();
+      const ParamTable& params = (*trainer)->model().params();
+      for (const Param* param : params.owned()) {
+        out.values[rank][param->name] = params.whole(*param, param->value).clone();
       }
     });
     out.losses = losses();
@@ -63,9 +65,9 @@ class ParallelTrainTest : public TrainFixture {
     return out;
   }
 
-  Outcome train_afresh(int64_t dp, int64_t zero) {
+  Outcome train_afresh(int64_t dp, int64_t zero, int64_t tp = 1) {
     std::filesystem::remove_all(recipe_.train.out);
-    Outcome out = train(dp, zero);
+    Outcome out = train(dp, zero, tp);
     for (const absl::Status& status : out.statuses) EXPECT_TRUE(status.ok()) << status;
     return out;
   }
@@ -87,9 +89,10 @@ TEST_F(ParallelTrainTest, EveryLayoutEqualsOneProcess) {
     recipe_.optim.momentum = recipe_.optim.name == "sgd" ? 0.9 : 0;
     const Outcome want = train_afresh(1, 0);
     ASSERT_EQ(want.losses.size(), 6u);
-    for (const auto& [dp, zero] : {std::pair(2, 0), std::pair(2, 1), std::pair(4, 0), std::pair(4, 1)}) {
-      SCOPED_TRACE(absl::StrCat(name, " dp ", dp, " zero ", zero));
-      const Outcome got = train_afresh(dp, zero);
+    for (const auto& [dp, zero, tp] : {std::tuple(2, 0, 1), std::tuple(2, 1, 1), std::tuple(4, 0, 1),
+                                       std::tuple(4, 1, 1), std::tuple(1, 0, 2), std::tuple(2, 1, 2)}) {
+      SCOPED_TRACE(absl::StrCat(name, " dp ", dp, " zero ", zero, " tp ", tp));
+      const Outcome got = train_afresh(dp, zero, tp);
       ASSERT_EQ(got.losses.size(), want.losses.size());
       for (size_t i = 0; i < want.losses.size(); ++i) {
         EXPECT_NEAR(got.losses[i], want.losses[i], 1e-12 * std::abs(want.losses[i]));
@@ -116,9 +119,10 @@ TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
   std::filesystem::remove_all(recipe_.train.out);
   std::vector<double> losses;
   recipe_.train.checkpoint_every = 2;
-  for (const auto& [stop, dp, zero] : {std::tuple(2, 2, 1), std::tuple(2, 4, 0), std::tuple(0, 4, 1)}) {
+  for (const auto& [stop, dp, zero, tp] : {std::tuple(1, 2, 1, 1), std::tuple(2, 1, 0, 2), std::tuple(1, 4, 0, 1),
+                                           std::tuple(0, 2, 1, 2)}) {
     stop_after_ = stop;
-    const Outcome part = train(dp, zero);
+    const Outcome part = train(dp, zero, tp);
     for (const absl::Status& status : part.statuses) ASSERT_TRUE(status.ok()) << status;
     losses.insert(losses.end(), part.losses.begin(), part.losses.end());
     if (stop == 0) {
@@ -132,16 +136,58 @@ TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
 // At one layout a resumed run is the undisturbed one to the bit.
 TEST_F(ParallelTrainTest, AResumedRunEqualsAnUndisturbedOne) {
   recipe_.train.dtype = "bfloat16";
-  const Outcome whole = train_afresh(2, 1);
-  std::filesystem::remove_all(recipe_.train.out);
-  stop_after_ = 3;
-  const Outcome first = train(2, 1);
-  stop_after_ = 0;
-  const Outcome second = train(2, 1);
-  std::vector<double> losses = first.losses;
-  losses.insert(losses.end(), second.losses.begin(), second.losses.end());
-  EXPECT_EQ(losses, whole.losses);
-  EXPECT_EQ(error(second.values[1], whole.values[1]), 0);
+  for (const int64_t tp : {1, 2}) {
+    const Outcome whole = train_afresh(2, 1, tp);
+    std::filesystem::remove_all(recipe_.train.out);
+    stop_after_ = 3;
+    const Outcome first = train(2, 1, tp);
+    stop_after_ = 0;
+    const Outcome second = train(2, 1, tp);
+    std::vector<double> losses = first.losses;
+    losses.insert(losses.end(), second.losses.begin(), second.losses.end());
+    EXPECT_EQ(losses, whole.losses);
+    EXPECT_EQ(error(second.values[1], whole.values[1]), 0);
+  }
+}
+
+// The directory that a cut model writes is the one that a whole model with the same weights writes.
+TEST_F(ParallelTrainTest, ACutModelIsSavedWhole) {
+  recipe_.train.steps = 1;
+  recipe_.optim.lr = 0;
+  std::vector<std::string> files;
+  for (const int64_t tp : {1, 2}) {
+    train_afresh(1, 0, tp);
+    files.push_back(*read_file(recipe_.train.out + "/step-1/model.safetensors"));
+  }
+  EXPECT_EQ(files[0], files[1]);
+}
+
+// Every rank takes its part of the evaluation, and the score is the whole one.
+TEST_F(ParallelTrainTest, EveryLayoutEvaluatesAlike) {
+  recipe_.data.eval = recipe_.data.train;
+  recipe_.optim.lr = 0.01;
+  std::vector<Json> scores;
+  for (const auto& [dp, tp] : {std::pair(1, 1), std::pair(4, 1), std::pair(1, 2), std::pair(2, 2)}) {
+    train_afresh(dp, 0, tp);
+    for (const Json& event : events_) {
+      if (event["event"] == "eval") scores.push_back(event);
+    }
+  }
+  ASSERT_EQ(scores.size(), 4u);
+  EXPECT_EQ(scores[0]["samples"], 10);
+  for (const Json& score : scores) {
+    EXPECT_EQ(score["samples"], scores[0]["samples"]);
+    EXPECT_EQ(score["accuracy"], scores[0]["accuracy"]);
+    EXPECT_NEAR(score["loss"].get<double>(), scores[0]["loss"].get<double>(), 1e-10);
+  }
+}
+
+TEST_F(ParallelTrainTest, HeadsThatCannotBeCutAreRefused) {
+  const Outcome out = train(1, 0, 4);
+  for (const absl::Status& status : out.statuses) {
+    EXPECT_EQ(exit_code(status), 2) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("tp = 4 does not divide the 2 parts that"));
+  }
 }
 
 TEST_F(ParallelTrainTest, ABadSampleEndsAllRanksAndTheOneThatHasItNamesIt) {

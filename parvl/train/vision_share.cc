@@ -1,0 +1,61 @@
+#include "parvl/train/vision_share.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace parvl {
+namespace {
+
+// The images of each group, ascending.
+std::vector<std::vector<int64_t>> deal_out(const std::vector<Grid>& grids, int64_t groups) {
+  std::vector<int64_t> by_size(grids.size());
+  std::iota(by_size.begin(), by_size.end(), 0);
+  const auto patches = [&](int64_t image) { return grids[static_cast<size_t>(image)].patches(); };
+  std::stable_sort(by_size.begin(), by_size.end(), [&](int64_t a, int64_t b) { return patches(a) > patches(b); });
+  std::vector<std::vector<int64_t>> out(static_cast<size_t>(groups));
+  std::vector<int64_t> loads(out.size());
+  for (const int64_t image : by_size) {
+    const auto least = static_cast<size_t>(std::min_element(loads.begin(), loads.end()) - loads.begin());
+    loads[least] += patches(image);
+    out[least].push_back(image);
+  }
+  for (auto& images : out) std::sort(images.begin(), images.end());
+  return out;
+}
+
+}  // namespace
+
+VisionShare share_images(const VisionLayout& layout, const std::vector<Grid>& grids, int64_t merge,
+                         const std::vector<int64_t>& raster) {
+  const int64_t unit = merge * merge;
+  std::vector<int64_t> firsts;  // merged tokens of all images before each
+  int64_t tokens = 0;
+  for (const Grid& grid : grids) {
+    firsts.push_back(tokens);
+    tokens += grid.patches() / unit;
+  }
+  VisionShare out;
+  out.order.resize(static_cast<size_t>(tokens));
+  const auto groups = deal_out(grids, layout.ranks / layout.encoder);
+  int64_t row = 0;
+  for (const std::vector<int64_t>& images : groups) {
+    const int64_t begin = row;
+    for (const int64_t image : images) {
+      const int64_t first = firsts[static_cast<size_t>(image)];
+      const int64_t count = grids[static_cast<size_t>(image)].patches() / unit;
+      for (int64_t i = first; i < first + count; ++i) {
+        out.order[static_cast<size_t>(i)] = row + (raster.empty() ? i : raster[static_cast<size_t>(i)]) - first;
+      }
+      row += count;
+    }
+    const RowSplit rows = even_rows(row - begin, layout.encoder);  // as the encoder's layers have them
+    out.replica.counts.insert(out.replica.counts.end(), rows.counts.begin(), rows.counts.end());
+  }
+  out.images = groups[static_cast<size_t>(layout.rank / layout.encoder)];
+  const int64_t first = layout.rank / layout.projector * layout.projector;
+  out.projector.counts.assign(out.replica.counts.begin() + first,
+                              out.replica.counts.begin() + first + layout.projector);
+  return out;
+}
+
+}  // namespace parvl

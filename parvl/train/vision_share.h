@@ -1,0 +1,32 @@
+// A micro batch's images over the ranks of one LLM replica. Pure.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "parvl/models/model.h"
+#include "parvl/nn/row_split.h"
+
+namespace parvl {
+
+// A replica's ranks in ascending order; each `encoder` neighbours encode together, each `projector` project together.
+struct VisionLayout {
+  int64_t ranks = 1;
+  int64_t encoder = 1, projector = 1;  // divide `ranks`
+  int64_t rank = 0;                    // this one, among `ranks`
+};
+
+struct VisionShare {
+  std::vector<int64_t> images;  // that this rank encodes, with its encoder group; ascending
+  // Merged tokens that each rank has after the encoder: of this rank's projector group, and of the replica.
+  RowSplit projector, replica;
+  std::vector<int64_t> order;  // merged token i of the batch (raster order) is row order[i] of all ranks' rows
+};
+
+// Every image goes to one encoder group, so that patches are even: the largest first, to the group with the least
+// (Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 − 1/(3·groups) of the best).
+// `raster`: VisionEncoder::raster of all images.
+VisionShare share_images(const VisionLayout& layout, const std::vector<Grid>& grids, int64_t merge,
+                         const std::vector<int64_t>& raster);
+
+}  // namespace parvl
