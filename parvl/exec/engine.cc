@@ -200,7 +200,7 @@ void EngineLoop::commit(const Completion& completion) {
 
 void EngineLoop::commit_encode(const Completion& completion) {
   done_.encoder_busy_s += completion.end_s - completion.start_s;
-  count(Work::kEncode, completion);
+  count(WorkKind::kEncode, completion);
   const EncodeWork work = encoding_.extract(completion.slot).mapped();
   if (const auto found = live_.find(work.id); found != live_.end()) {
     Live& live = *found->second;
@@ -250,11 +250,11 @@ void EngineLoop::account(const Completion& completion) {
     }
     trace_.part(live.request.track, completion, part);
   }
-  count(report.is_decode() ? Work::kDecode : Work::kPrefill, completion);
+  count(report.is_decode() ? WorkKind::kDecode : WorkKind::kPrefill, completion);
   if (config_.on_step) config_.on_step(report);
 }
 
-void EngineLoop::count(Work work, const Completion& completion) {
+void EngineLoop::count(WorkKind work, const Completion& completion) {
   WorkCount& counts = done_.work[static_cast<size_t>(work)];
   ++(completion.replayed ? counts.replayed : counts.launched);
 }

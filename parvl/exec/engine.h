@@ -115,7 +115,7 @@ class EngineLoop : public Engine {
   void commit_encode(const Completion& completion);
   void commit_step(const Completion& completion);
   void account(const Completion& completion);
-  void count(Work work, const Completion& completion);
+  void count(WorkKind work, const Completion& completion);
   void begin_work(Live& live, double at);
   void tell_started(Live& live);
   void take_first_token(Live& live, double now);

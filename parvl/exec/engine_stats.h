@@ -9,7 +9,7 @@
 namespace parvl {
 
 // A step in which every sequence has one token, one with a part of a prompt, an encoding.
-enum class Work { kDecode, kPrefill, kEncode };
+enum class WorkKind { kDecode, kPrefill, kEncode };
 inline constexpr std::array<const char*, 3> kWorkNames = {"decode", "prefill", "encode"};
 struct WorkCount {
   int64_t replayed = 0;  // by one launch of recorded work (CUDA graphs)

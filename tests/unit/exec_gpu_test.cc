@@ -140,7 +140,7 @@ TEST_P(GpuEngineShapeTest, LogprobsAreNearFloat32) {
   const std::vector<Request> requests = make_requests(12, 10);
   auto engine = load(dir, {});
   const std::vector<GenerateResult> got = run(*engine, requests);
-  const WorkCount decode = engine->stats().work[static_cast<size_t>(Work::kDecode)];
+  const WorkCount decode = engine->stats().work[static_cast<size_t>(WorkKind::kDecode)];
   EXPECT_GT(decode.replayed, 0);
   EXPECT_EQ(decode.launched, 0);
   GeneratorOptions options;

@@ -217,8 +217,8 @@ TEST_F(RecipeTest, FileErrorsNameTheLine) {
 
 TEST_F(RecipeTest, LayoutsThatAreNotBuiltYetSaySo) {
   const Refusal cases[] = {
-      {"parallel.llm_backbone.tp=2",
-       "'parallel.llm_backbone.tp' = 2 is not available yet; leave it out or set it to 1"},
+      {"parallel.llm_backbone.sp=2",
+       "'parallel.llm_backbone.sp' = 2 is not available yet; leave it out or set it to 1"},
       {"parallel.llm_backbone={dp: 2, ep: 2}", "'parallel.llm_backbone.ep' = 2 is not available yet"},
       {"parallel.vision_encoder={dp: 2, ranks: 2}", "'parallel.vision_encoder.ranks' = 2 is not available yet"},
       {"parallel.vision_encoder.ranks=1", "'parallel.vision_encoder.ranks' = 1 is not available yet"},
@@ -235,6 +235,16 @@ TEST_F(RecipeTest, LayoutsThatAreNotBuiltYetSaySo) {
   }
   EXPECT_TRUE(load(kSmallest, {"parallel.llm={tp: 1}", "parallel.projector={dp: 1}"}).ok());
   EXPECT_THAT(error(kSmallest, {"parallel.llm.tp=1", "parallel.llm_backbone.tp=1"}), HasSubstr("alias"));
+}
+
+// The ranks that an encoder is cut over have the same samples.
+TEST_F(RecipeTest, TensorParallelLayoutsAreRead) {
+  const auto recipe = load(kSmallest, {"parallel.llm={tp: 2, dp: 2}", "parallel.projector={tp: 2, dp: 2}"});
+  ASSERT_TRUE(recipe.ok()) << recipe.status();
+  EXPECT_EQ(recipe->parallel.llm.tp, 2);
+  EXPECT_EQ(recipe->parallel.projector->tp, 2);
+  EXPECT_THAT(error(kSmallest, {"parallel.llm={tp: 2, dp: 2}", "parallel.vision_encoder.tp=4"}),
+              HasSubstr("'parallel.vision_encoder.tp' (4) must divide llm_backbone.tp (2): the ranks that it is cut over"));
 }
 
 TEST_F(RecipeTest, DataParallelLayoutsAreRead) {

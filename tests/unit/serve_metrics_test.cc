@@ -21,7 +21,7 @@ EngineStats some_stats() {
   stats.encoder_hits = 8;
   stats.backbone_busy_s = 2.5;
   stats.encoder_busy_s = 0.25;
-  stats.work[static_cast<size_t>(Work::kDecode)] = {.replayed = 30, .launched = 2};
+  stats.work[static_cast<size_t>(WorkKind::kDecode)] = {.replayed = 30, .launched = 2};
   return stats;
 }
 
