@@ -7,6 +7,7 @@
 
 #include "parvl/comm/mesh_plan.h"
 #include "parvl/comm/process_group.h"
+#include "parvl/comm/store.h"
 
 namespace parvl {
 
@@ -18,6 +19,9 @@ class Communicator {
   // This rank's end of a group that it is a member of, connected to all others: waits for them. An error names the
   // group.
   virtual absl::StatusOr<std::unique_ptr<ProcessGroup>> join(const GroupSpec& group) = 0;
+  // The n-th store that a rank makes is one with the n-th of all others, and apart from all else. A connection of its
+  // own; may outlive this.
+  virtual std::unique_ptr<Store> make_store() = 0;
 };
 
 }  // namespace parvl

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -38,6 +39,55 @@ at::ScalarType scalar_type(DType dtype) {
 at::Tensor tensor(const ConstBuffer& buffer) {
   return at::from_blob(const_cast<void*>(buffer.data), {buffer.count}, scalar_type(buffer.dtype));
 }
+
+// A connection of its own to the store of all ranks.
+class GlooStore : public Store {
+ public:
+  GlooStore(c10::intrusive_ptr<c10d::Store> store, std::string where, bool is_here)
+      : store_(std::move(store)), where_(std::move(where)), is_here_(is_here) {}
+
+  absl::Status set(const std::string& key, const std::string& value) override {
+    return reach([&] { store_->set(key, value); });
+  }
+  absl::StatusOr<std::optional<std::string>> look(const std::string& key) override {
+    std::optional<std::string> out;
+    PARVL_RETURN_IF_ERROR(reach([&] {
+      if (store_->check({key})) out = store_->get_to_str(key);
+    }));
+    return out;
+  }
+  absl::StatusOr<std::string> get(const std::string& key, double timeout_s) override {
+    std::string out;
+    bool late = false;
+    PARVL_RETURN_IF_ERROR(reach([&] {
+      try {
+        store_->wait({key}, milliseconds(timeout_s));
+      } catch (const c10::DistStoreError&) {
+        late = !store_->check({key});  // throws when the store is gone
+      }
+      if (!late) out = store_->get_to_str(key);
+    }));
+    if (!late) return out;
+    return absl::DeadlineExceededError(absl::StrCat(where_, ": nobody has set ", key, " within ", timeout_s, " s"));
+  }
+  absl::Status erase(const std::string& key) override {
+    return reach([&] { store_->deleteKey(key); });
+  }
+  std::string where() const override { return where_; }
+  bool ends_with_this_process() const override { return is_here_; }
+
+ private:
+  absl::Status reach(const std::function<void()>& body) {
+    return catch_exceptions(where_ + " cannot be reached", [&] {
+      body();
+      return absl::OkStatus();
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  const std::string where_;
+  const bool is_here_;
+};
 
 using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
 
@@ -169,10 +219,19 @@ class GlooCommunicator : public Communicator {
       const auto store = c10::make_intrusive<c10d::PrefixStore>(options_.prefix + "/" + group.name, store_);
       auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store, static_cast<int>(me - group.ranks.begin()),
                                                               static_cast<int>(group.ranks.size()), options);
+      gloo->setTimeout(milliseconds(options_.call_deadline_s));
       out = std::make_unique<GlooGroup>(group.name, std::move(gloo));
       return absl::OkStatus();
     }));
     return out;
+  }
+
+  std::unique_ptr<Store> make_store() override {
+    const std::string prefix = absl::StrCat(options_.prefix, "/stores/", stores_made_++);
+    const std::string holder = options_.serve_store ? "rank 0's store" : "the launcher's store";
+    return std::make_unique<GlooStore>(c10::make_intrusive<c10d::PrefixStore>(prefix, store_->clone()),
+                                       absl::StrCat(holder, " at ", options_.host, ":", options_.port),
+                                       options_.serve_store && options_.rank == 0);
   }
 
  private:
@@ -185,6 +244,7 @@ class GlooCommunicator : public Communicator {
 
   GlooOptions options_;
   c10::intrusive_ptr<c10d::Store> store_;
+  int64_t stores_made_ = 0;
 };
 
 }  // namespace

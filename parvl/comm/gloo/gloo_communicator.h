@@ -16,7 +16,10 @@ struct GlooOptions {
   std::string address;             // by which the others reach this rank; "": the loopback address when `host` is one,
                                    // else that of this machine's name
   std::string prefix;              // of this run's names in the store: another attempt takes another one
-  double deadline_s = 600;         // for each call, and for all ranks to come
+  double deadline_s = 600;         // for all ranks to come
+  // For each call, by Gloo itself. Longer than the work of one rank for which others wait; checked groups
+  // (parvl/comm/checked_group.h) look after those that hang.
+  double call_deadline_s = 7 * 24 * 3600.0;
 };
 
 // Waits for the store and for all ranks. Internal, naming host and port.

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/comm/local/local_store.h"
 #include "parvl/comm/local/local_sum.h"
 
 namespace parvl {
@@ -139,8 +140,10 @@ class Shared {
   Shared(GroupSpec group, double deadline_s)
       : group(std::move(group)), size(static_cast<int64_t>(this->group.ranks.size())), deadline_s_(deadline_s) {}
 
+  // After an abort others may have given up their buffers: nothing is carried out any more.
   std::shared_ptr<Rendezvous> join(int64_t rank, int64_t sequence, Call call) {
     std::lock_guard lock(mutex_);
+    if (!aborted_.empty()) return std::make_shared<Collective>();
     std::shared_ptr<Collective>& slot = collectives_[sequence];
     if (slot == nullptr) {
       slot = std::make_shared<Collective>();
@@ -162,6 +165,7 @@ class Shared {
   std::shared_ptr<Rendezvous> meet(int64_t from, int64_t to, std::optional<ConstBuffer> source,
                                    std::optional<Buffer> target) {
     std::lock_guard lock(mutex_);
+    if (!aborted_.empty()) return std::make_shared<Message>();
     auto& queue = messages_[{from, to}];
     // The first message in the queue that lacks this side.
     auto found = std::find_if(queue.begin(), queue.end(), [&](const auto& m) {
@@ -320,6 +324,7 @@ struct World {
   LocalOptions options;
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<Shared>> groups;
+  std::map<int64_t, std::shared_ptr<LocalStoreState>> stores;  // by the order in which each rank makes them
 };
 
 class LocalCommunicator : public Communicator {
@@ -341,10 +346,17 @@ class LocalCommunicator : public Communicator {
     }
     return std::make_unique<LocalGroup>(shared, me - group.ranks.begin());
   }
+  std::unique_ptr<Store> make_store() override {
+    std::lock_guard lock(world_->mutex);
+    std::shared_ptr<LocalStoreState>& state = world_->stores[stores_made_++];
+    if (state == nullptr) state = make_local_store_state();
+    return make_local_store(state);
+  }
 
  private:
   std::shared_ptr<World> world_;
   const int64_t rank_;
+  int64_t stores_made_ = 0;
 };
 
 }  // namespace
