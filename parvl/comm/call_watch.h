@@ -14,7 +14,7 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/comm/call_report.h"
-#include "parvl/comm/store.h"
+#include "parvl/comm/run_store.h"
 
 namespace parvl {
 

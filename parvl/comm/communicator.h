@@ -7,7 +7,7 @@
 
 #include "parvl/comm/mesh_plan.h"
 #include "parvl/comm/process_group.h"
-#include "parvl/comm/store.h"
+#include "parvl/comm/run_store.h"
 
 namespace parvl {
 

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "parvl/comm/store.h"
+#include "parvl/comm/run_store.h"
 
 namespace parvl {
 
