@@ -100,6 +100,25 @@ std::string text(const PipelineShape& shape) {
   return to_text(*schedule);
 }
 
+// The bounds are reached: min(micro batches, stages − stage).
+TEST(OneForwardOneBackward, AStageHoldsAsManyMicrobatchesAsAreBelowIt) {
+  for (int64_t stages = 1; stages <= 5; ++stages) {
+    for (int64_t microbatches = 1; microbatches <= 7; ++microbatches) {
+      const PipelineSchedule schedule = *make_1f1b(shape(stages, microbatches));
+      for (const RankSchedule& rank : schedule.ranks) {
+        int64_t live = 0, most = 0;
+        for (const Action& action : rank.actions) {
+          if (action.kind == ActionKind::kForward) most = std::max(most, ++live);
+          if (action.kind == ActionKind::kRelease) --live;
+        }
+        EXPECT_EQ(most, std::min(microbatches, stages - rank.stage));
+        EXPECT_EQ(most, rank.max_live);
+        EXPECT_EQ(live, 0);
+      }
+    }
+  }
+}
+
 TEST(OneForwardOneBackward, OneStageTakesTurns) { EXPECT_EQ(text(shape(1, 2)), "0: F0 B0 -0 F1 B1 -1\n"); }
 
 TEST(OneForwardOneBackward, TwoStages) {

@@ -3,6 +3,7 @@
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
 
+#include "parvl/plan/cost/flops.h"
 #include "parvl/plan/cost/traffic.h"
 #include "parvl/plan/cost/values.h"
 #include "parvl/plan/pipeline/messages.h"
@@ -69,6 +70,23 @@ TEST(Values, AlignmentRoundsEachTensorUp) {
   // Norms 4 + 4; q 16, k 8, v 8, out 16; gate 24, up 24, down 24; final norm 4; two matrices of 40.
   EXPECT_EQ(value_counts(spec).total(), 8 + 48 + 72 + 4 + 80);
   EXPECT_EQ(value_counts(spec, 64).total(), 12 * 64);
+}
+
+TEST(Flops, StagesAddUpToTheModel) {
+  const ModelSpec spec = qwen2_vl_2b();
+  const BatchShape batch{{100, 37}, {64, 256}, 12};
+  for (int64_t stages = 1; stages <= 8; ++stages) {
+    double sum = vision_forward_flops(spec, batch.image_patches);
+    const std::vector<StagePart> parts = *split_layers(spec.backbone.layers, stages);
+    for (const StagePart& part : parts) {
+      sum += stage_forward_flops(spec.backbone, part, batch);
+    }
+    EXPECT_NEAR(sum / forward_flops(spec, batch), 1, 1e-12);
+  }
+  // A layer on t tokens: twice its matrices' values a token, and causal attention of 2 t² · heads · head size.
+  BackboneSpec tiny{1, 4, 2, 1, 2, 6, 10, 16};
+  EXPECT_EQ(stage_forward_flops(tiny, {0, 1, true, false}, {{5}, {}, 3}), 2 * 5 * (48 + 72) + 2 * 25 * 4);
+  EXPECT_EQ(stage_forward_flops(tiny, {1, 0, false, true}, {{5}, {}, 3}), 2 * 3 * 4 * 10);
 }
 
 TEST(Traffic, WhatARingSends) {

@@ -6,7 +6,7 @@
 namespace parvl {
 namespace {
 
-double vision_flops(const VisionSpec& v, int64_t llm_hidden, const std::vector<int64_t>& image_patches) {
+double encoder_flops(const VisionSpec& v, int64_t llm_hidden, const std::vector<int64_t>& image_patches) {
   const bool gated = v.window > 0;
   const double h = static_cast<double>(v.hidden), f = static_cast<double>(v.intermediate);
   const double block_weights = 4 * h * h + (gated ? 3 : 2) * h * f;
@@ -30,18 +30,25 @@ double vision_flops(const VisionSpec& v, int64_t llm_hidden, const std::vector<i
 
 }  // namespace
 
-double forward_flops(const ModelSpec& spec, const BatchShape& shape) {
-  const BackboneSpec& b = spec.backbone;
+double vision_forward_flops(const ModelSpec& spec, const std::vector<int64_t>& image_patches) {
+  return spec.vision ? encoder_flops(*spec.vision, spec.backbone.hidden, image_patches) : 0;
+}
+
+double stage_forward_flops(const BackboneSpec& b, const StagePart& part, const BatchShape& shape) {
   const double h = static_cast<double>(b.hidden), q = static_cast<double>(b.heads * b.head_dim);
   const double kv = static_cast<double>(b.kv_heads * b.head_dim), f = static_cast<double>(b.intermediate);
   const double layer_weights = h * (2 * q + 2 * kv) + 3 * h * f;
-  double total = 2 * static_cast<double>(shape.loss_tokens) * h * static_cast<double>(b.vocab);
+  double total = part.head ? 2 * static_cast<double>(shape.loss_tokens) * h * static_cast<double>(b.vocab) : 0;
   for (int64_t count : shape.sequence_tokens) {
     const double t = static_cast<double>(count);
-    total += static_cast<double>(b.layers) * (2 * t * layer_weights + 2 * t * t * q);
+    total += static_cast<double>(part.layers) * (2 * t * layer_weights + 2 * t * t * q);
   }
-  if (spec.vision) total += vision_flops(*spec.vision, b.hidden, shape.image_patches);
   return total;
+}
+
+double forward_flops(const ModelSpec& spec, const BatchShape& shape) {
+  const StagePart whole{0, spec.backbone.layers, true, true};
+  return stage_forward_flops(spec.backbone, whole, shape) + vision_forward_flops(spec, shape.image_patches);
 }
 
 }  // namespace parvl

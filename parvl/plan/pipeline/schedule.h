@@ -3,7 +3,8 @@
 //
 // A rank here is one stage of one pipeline (one data-parallel replica of the LLM): its tensor- and context-parallel
 // ranks all do the same list, each with its own group of every name. What is proved of the list holds for them: to go
-// through it in step is one way for them to run, and if one way ends, all do (execution.h).
+// through it in step is one way for them to run, and if one way ends, all do (execution.h). A message between the
+// encoder and the first stage is one to or from each of them, in their order; an exchange is among all of them.
 #pragma once
 
 #include <compare>
@@ -110,9 +111,9 @@ struct PipelineSchedule {
 // InvalidArgument for a shape that is none.
 absl::StatusOr<PipelineSchedule> make_1f1b(const PipelineShape& shape);
 
-// A line a rank, for people and tests: "0: F0 o0>1 F1 o1>1 g0<1 B0 -0 …". F forward, B backward, I and W its two
-// halves,
-// - release, o an output and g a gradient > to or < from a rank, or x exchanged; E marks the encoder's; T the tied sum.
+// A line a rank, for people and tests: "0: F0 o0>1 F1 o1>1 g0<1 B0 -0". F forward, B backward, I and W its halves, "-"
+// release; o an output and g a gradient, to (>) or from (<) a rank, or exchanged (x); E is the encoder's, T the tied
+// sum.
 std::string to_text(const PipelineSchedule& schedule);
 
 }  // namespace parvl
