@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "parvl/plan/pipeline/execution.h"
 
@@ -136,18 +137,24 @@ class RankCheck {
   absl::Status run() {
     for (const Action& action : rank_.actions) {
       if (action.kind == ActionKind::kBackward) {
-        PARVL_RETURN_IF_ERROR(place(half(action, ActionKind::kBackwardInput)));
-        PARVL_RETURN_IF_ERROR(place(half(action, ActionKind::kBackwardWeight)));
+        place(half(action, ActionKind::kBackwardInput));
+        place(half(action, ActionKind::kBackwardWeight));
       } else {
-        PARVL_RETURN_IF_ERROR(place(action));
+        place(action);
+      }
+    }
+    std::sort(places_.begin(), places_.end());
+    for (size_t i = 1; i < places_.size(); ++i) {
+      if (places_[i].first == places_[i - 1].first) {
+        return failed(name_, " is to ", describe(places_[i].first), " twice");
       }
     }
     for (const Need& need : needs_.all()) PARVL_RETURN_IF_ERROR(check(need));
     if (places_.size() == needs_.all().size()) return check_live();
-    for (const auto& [action, place] : places_) {
-      const bool known = std::any_of(needs_.all().begin(), needs_.all().end(),
-                                     [&action = action](const Need& need) { return need.action == action; });
-      if (!known) return failed(name_, " is to ", describe(action), ", which nobody needs");
+    for (const auto& [action, at] : places_) {
+      const bool needed = std::any_of(needs_.all().begin(), needs_.all().end(),
+                                      [&action = action](const Need& need) { return need.action == action; });
+      if (!needed) return failed(name_, " is to ", describe(action), ", which nobody needs");
     }
     return failed(name_, " has more actions than it needs");
   }
@@ -158,18 +165,19 @@ class RankCheck {
     return action;
   }
 
-  absl::Status place(const Action& action) {
-    if (places_.emplace(action, places_.size()).second) return absl::OkStatus();
-    return failed(name_, " is to ", describe(action), " twice");
+  void place(const Action& action) { places_.emplace_back(action, places_.size()); }
+
+  absl::StatusOr<size_t> place_of(const Action& action) const {
+    const auto found = std::lower_bound(places_.begin(), places_.end(), std::pair(action, size_t{0}));
+    if (found == places_.end() || found->first != action) return failed(name_, " does not ", describe(action));
+    return found->second;
   }
 
   absl::Status check(const Need& need) const {
-    const auto found = places_.find(need.action);
-    if (found == places_.end()) return failed(name_, " does not ", describe(need.action));
+    PARVL_ASSIGN_OR_RETURN(const size_t here, place_of(need.action));
     for (const Action& earlier : need.after) {
-      const auto before = places_.find(earlier);
-      if (before == places_.end()) return failed(name_, " does not ", describe(earlier));
-      if (before->second > found->second) {
+      PARVL_ASSIGN_OR_RETURN(const size_t before, place_of(earlier));
+      if (before > here) {
         return failed(name_, " is to ", describe(need.action), " before it is to ", describe(earlier));
       }
     }
@@ -191,7 +199,7 @@ class RankCheck {
   std::string name_;
   const RankSchedule& rank_;
   Needs needs_;
-  std::map<Action, size_t> places_;
+  std::vector<std::pair<Action, size_t>> places_;  // sorted
 };
 
 }  // namespace
