@@ -72,13 +72,12 @@ absl::StatusOr<std::unique_ptr<FileWriter>> begin_file(const std::string& path, 
   return writer;
 }
 
-absl::Status save_file(const std::string& path, const ParamTable& params, const NamedParams& tensors,
-                       const SaveOptions& options) {
+absl::Status save_file(const std::string& path, const NamedParams& tensors, const SaveOptions& options) {
   absl::StatusOr<std::unique_ptr<FileWriter>> writer = nullptr;
   if (options.write) writer = begin_file(path, tensors, options.dtype);
   absl::Status status = writer.status();
   for (const auto& [name, param] : tensors) {
-    const at::Tensor whole = params.whole(*param, param->master.detach());
+    const at::Tensor whole = options.whole(*param).detach();
     if (!options.write || !status.ok()) continue;
     const at::Tensor data = whole.to(at::kCPU, to_scalar_type(options.dtype)).contiguous();
     status = (*writer)->append(data.data_ptr(), data.nbytes());
@@ -134,7 +133,7 @@ absl::Status load_weights(Model& model, const std::string& dir, const std::funct
   uint64_t total = 0, done = 0;
   for (const StoredTensor& tensor : stored) total += tensor.entry.bytes;
   for (size_t i = 0; i < params.size(); ++i) {
-    if (params[i]->tied_to != nullptr) continue;
+    if (params[i]->tied_to != nullptr || !params[i]->here) continue;
     fill(*params[i], stored[i], ring);
     done += stored[i].entry.bytes;
     if (progress) progress(static_cast<int64_t>(done), static_cast<int64_t>(total));
@@ -147,7 +146,7 @@ absl::Status load_weights(Model& model, const std::string& dir, const std::funct
 absl::Status save_weights(const Model& model, const std::string& dir, const SaveOptions& options) {
   std::vector<NamedParams> shards(1);
   int64_t shard_bytes = 0, total_bytes = 0;
-  for (const Param* param : model.params().owned()) {
+  for (const Param* param : model.params().untied()) {
     const int64_t bytes = param->numel() * dtype_bytes(options.dtype);
     if (shard_bytes > 0 && shard_bytes + bytes > options.max_shard_bytes) {
       shards.emplace_back();
@@ -162,7 +161,7 @@ absl::Status save_weights(const Model& model, const std::string& dir, const Save
   for (size_t i = 0; i < shards.size(); ++i) {
     char name[64] = "model.safetensors";
     if (shards.size() > 1) std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", i + 1, shards.size());
-    status.Update(save_file(dir + "/" + name, model.params(), shards[i], options));
+    status.Update(save_file(dir + "/" + name, shards[i], options));
     for (const auto& [tensor, param] : shards[i]) weight_map[tensor] = name;
   }
   if (!options.write || !status.ok()) return status;

@@ -15,7 +15,7 @@ namespace parvl {
 // unknown type, or a tensor that no parameter takes, is an error naming it.
 absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, const std::string& dir);
 
-// Fills the model's allocated parameters (value, and master where that is its own tensor) from DIR, converting dtypes;
+// Fills the model's allocated parameters, those of this rank (value, and master where that is its own tensor) from DIR, converting dtypes;
 // on return they are there. `progress` hears how many of how many bytes of the files are read, after each tensor.
 absl::Status load_weights(Model& model, const std::string& dir,
                           const std::function<void(int64_t done, int64_t total)>& progress = {});
@@ -39,12 +39,15 @@ struct SaveOptions {
   // Tokenizer, template, preprocessor and generation files are copied from here when they exist; "" for none.
   std::string copy_from;
   int64_t max_shard_bytes = int64_t{4} << 30;
-  bool write = true;  // false: only gives its parts of parameters that are cut over ranks to the rank that writes
+  // Gives the whole of a parameter's master where this rank may hold a part of it or nothing. All ranks call it, and so
+  // save_weights; one of them writes.
+  std::function<at::Tensor(const Param&)> whole = [](const Param& param) { return param.master; };
+  bool write = true;
 };
 
 // Writes a Hugging Face directory that transformers loads: config.json with the dtype, model.safetensors (or shards and
-// their index). `dir` must exist and be empty; nothing is renamed here: the caller publishes the directory. With
-// parameters that are cut over ranks all of these call it; also after an error it has taken part in every gathering.
+// their index). `dir` must exist and be empty; nothing is renamed here: the caller publishes the directory.
+// After an error it has still asked `whole` for every parameter, so that no rank waits.
 absl::Status save_weights(const Model& model, const std::string& dir, const SaveOptions& options);
 
 }  // namespace parvl

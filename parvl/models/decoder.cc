@@ -22,7 +22,8 @@ at::Tensor llama3_scaled(const at::Tensor& inv_freq, const RopeScaling& s) {
 
 class Decoder : public Backbone {
  public:
-  Decoder(ParamTable& params, const BackboneSpec& spec) : spec_(spec), ranks_(params.ranks(Module::kBackbone)) {
+  Decoder(ParamTable& params, const BackboneSpec& spec)
+      : spec_(spec), params_(params), ranks_(params.ranks(Module::kBackbone)) {
     const Shard by_token{.dim = 0};
     embed_ = params.add(Module::kBackbone, "embed.weight", {spec.vocab, spec.hidden}, Init::kNormal, by_token);
     for (int64_t i = 0; i < spec.layers; ++i) layers_.push_back(make_decoder_layer(params, spec, i));
@@ -81,7 +82,7 @@ class Decoder : public Backbone {
   }
 
   RotaryTable rope(const std::vector<std::array<int64_t, 3>>& positions, at::Device device) const override {
-    const bool wide = embed_->value.scalar_type() == at::kDouble;
+    const bool wide = params_.owned().front()->value.scalar_type() == at::kDouble;  // the embedding may be elsewhere
     const int64_t tokens = static_cast<int64_t>(positions.size());
     at::Tensor at3 = at::empty({tokens, 3}, at::kLong);
     std::copy_n(positions.data()->data(), tokens * 3, at3.data_ptr<int64_t>());
@@ -102,6 +103,7 @@ class Decoder : public Backbone {
   }
 
   BackboneSpec spec_;
+  const ParamTable& params_;
   const TensorParallel& ranks_;
   const Param* embed_;
   std::vector<DecoderLayer> layers_;

@@ -118,9 +118,7 @@ std::vector<at::Tensor> each_image(const Model& model, const std::vector<ImageSp
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual) {
   Bundle in;
   if (visual.defined()) in.set("visual", visual);
-  const at::Tensor own = run_pieces(model.backbone().pieces(batch.backbone), in).at("hidden");
-  const TensorParallel& ranks = model.params().ranks(Module::kBackbone);
-  return ranks.gather_rows(own, ranks.split(batch.backbone.ids.size(0)));
+  return run_pieces(model.backbone().pieces(batch.backbone), in).at("hidden");
 }
 
 }  // namespace parvl

@@ -49,7 +49,7 @@ at::Tensor encode_images(const Model& model, const VisionBatch& batch, const at:
 at::Tensor encode_images(const Model& model, const PackedBatch& batch, at::Device device);
 // Each image's rows of "visual", in memory of their own, so that an image that goes gives its memory back.
 std::vector<at::Tensor> each_image(const Model& model, const std::vector<ImageSpan>& images, const at::Tensor& visual);
-// The decoder's output "hidden" [T, hidden] without autograd, on every rank that the backbone is cut over.
+// The decoder's output "hidden" [T, hidden] without autograd.
 at::Tensor run_backbone(const Model& model, const PackedBatch& batch, const at::Tensor& visual);
 
 }  // namespace parvl

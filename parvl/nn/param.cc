@@ -78,12 +78,24 @@ Param* ParamTable::find(const std::string& name) const {
   return at == by_name_.end() ? nullptr : at->second;
 }
 
-std::vector<Param*> ParamTable::owned() const {
+std::vector<Param*> ParamTable::untied() const {
   std::vector<Param*> out;
   for (const auto& param : params_) {
     if (param->tied_to == nullptr) out.push_back(param.get());
   }
   return out;
+}
+
+std::vector<Param*> ParamTable::owned() const {
+  std::vector<Param*> out;
+  for (Param* param : untied()) {
+    if (param->here) out.push_back(param);
+  }
+  return out;
+}
+
+void ParamTable::keep(const std::function<bool(const Param&)>& holds) {
+  for (const auto& param : params_) param->here = holds(*param);
 }
 
 absl::Status ParamTable::split(Module module, ProcessGroup* group) {

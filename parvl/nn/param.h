@@ -50,7 +50,10 @@ struct Param {
   std::vector<int64_t> checkpoint_shape;  // where a checkpoint writes the same values in another shape; else empty
   Param* tied_to = nullptr;               // shares that parameter's tensors; saved and updated there
 
-  // Of this rank's part:
+  bool here = true;     // this rank holds it: false where another stage of a pipeline does
+  bool trains = false;  // an optimizer updates it, here or elsewhere
+
+  // Of this rank's part, where it is here:
   at::Tensor value;      // what the forward reads, in the compute dtype, on the device
   at::Tensor master;     // what the optimizer updates: value itself, or its float32 original when value is 16-bit
   at::Tensor main_grad;  // accumulates over micro batches in master's dtype; undefined when frozen or only serving
@@ -75,8 +78,11 @@ class ParamTable {
              Shard shard = {});
   Param* find(const std::string& name) const;  // nullptr when there is none
   const std::vector<std::unique_ptr<Param>>& all() const { return params_; }
-  // Those that own their tensors (not tied to another), in order.
+  // Those that own their tensors (not tied to another), in order: of all ranks, and on this one.
+  std::vector<Param*> untied() const;
   std::vector<Param*> owned() const;
+  // Leaves out what this rank does not hold. Before tensors are allocated.
+  void keep(const std::function<bool(const Param&)>& holds);
 
   // Cuts a module's parameters over the ranks of `group` (null: leaves them whole), which the layers then compute with.
   // Before tensors are allocated. InvalidArgument naming the parameter and the numbers when these do not go together.

@@ -38,10 +38,11 @@ Bundle Segment::backward_input(const Bundle& grad_out, bool defer_weights) {
   if (options_.recompute) outputs_ = run_with_graph();
   std::vector<at::Tensor> outputs, grads;
   for (const auto& [name, tensor] : outputs_.entries()) {
+    if (!tensor.requires_grad()) continue;
     const at::Tensor grad = grad_out.find(name);
-    if (!grad.defined() || !tensor.requires_grad()) continue;
     outputs.push_back(tensor);
-    grads.push_back(grad);
+    // Zero where nothing came, so that ranks whose samples differ go through the same operations.
+    grads.push_back(grad.defined() ? grad : at::zeros_like(tensor));
   }
   queue_->set_deferred(defer_weights);
   if (!outputs.empty()) torch::autograd::backward(outputs, grads);

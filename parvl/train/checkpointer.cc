@@ -27,42 +27,43 @@ constexpr char kState[] = "trainer/state.json";
 constexpr char kTensors[] = "trainer/optimizer.safetensors";
 constexpr int64_t kFormat = 1;
 
-// A tensor that the optimizer carries for a parameter: this rank's part, a slice of a flat tensor.
+// A tensor that the optimizer carries for a parameter: this rank's part, a slice of a flat tensor; undefined where the
+// parameter is not here.
 struct StateTensor {
   std::string name;
   const Param* param = nullptr;
   at::Tensor part;
-  const char* dtype() const { return part.scalar_type() == at::kDouble ? "F64" : "F32"; }
 };
 
-std::vector<StateTensor> optimizer_tensors(const Optimizer& optimizer, bool with_master) {
-  std::vector<StateTensor> out;
+std::vector<StateTensor> optimizer_tensors(const ParamTable& params, const Optimizer& optimizer) {
+  std::map<std::string, at::Tensor> parts;
   for (const OptimGroupState& group : optimizer.groups()) {
     for (size_t i = 0; i < group.params.size(); ++i) {
       const Param& param = *group.params[i];
-      const auto add = [&](const char* what, const at::Tensor& flat) {
-        if (!flat.defined()) return;
-        const at::Tensor part = flat.narrow(0, group.offsets[i], param.part_numel()).view(param.part_shape());
-        out.push_back({param.name + "." + what, &param, part});
-      };
-      add("moment1", group.moment1);
-      add("moment2", group.moment2);
-      if (with_master) add("master", group.master);
+      const std::pair<const char*, at::Tensor> states[] = {
+          {".moment1", group.moment1}, {".moment2", group.moment2}, {".master", group.master}};
+      for (const auto& [what, flat] : states) {
+        if (!flat.defined()) continue;
+        parts[param.name + what] = flat.narrow(0, group.offsets[i], param.part_numel()).view(param.part_shape());
+      }
+    }
+  }
+  std::vector<StateTensor> out;
+  for (const Param* param : params.untied()) {
+    for (const std::string& what : optimizer.states()) {
+      const std::string name = param->name + "." + what;
+      if (param->trains) out.push_back({name, param, parts[name]});
     }
   }
   return out;
 }
 
-// 16-bit checkpoints round the masters, so these are kept too.
-bool needs_master(const Optimizer& optimizer) {
-  return !optimizer.groups().front().value.is_same(optimizer.groups().front().master);
-}
-
-absl::StatusOr<std::unique_ptr<FileWriter>> begin_file(const std::string& path, const std::vector<StateTensor>& tensors) {
+absl::StatusOr<std::unique_ptr<FileWriter>> begin_file(const std::string& path, const std::vector<StateTensor>& tensors,
+                                                       DType dtype) {
   std::vector<TensorEntry> entries;
   for (const StateTensor& tensor : tensors) {
-    const auto bytes = static_cast<uint64_t>(tensor.param->numel()) * tensor.part.element_size();
-    entries.push_back({tensor.name, tensor.dtype(), tensor.param->shape, 0, bytes});
+    const auto bytes = static_cast<uint64_t>(tensor.param->numel() * dtype_bytes(dtype));
+    entries.push_back({tensor.name, safetensors_dtype(dtype), tensor.param->shape, 0, bytes});
   }
   PARVL_ASSIGN_OR_RETURN(auto writer, FileWriter::create(path));
   const std::string header = make_safetensors_header(entries);
@@ -72,12 +73,16 @@ absl::StatusOr<std::unique_ptr<FileWriter>> begin_file(const std::string& path, 
 
 // As save_weights: every rank gives its parts, also after an error.
 absl::Status save_optimizer(const std::string& path, const CheckpointContents& contents, bool write) {
-  const auto tensors = optimizer_tensors(*contents.optimizer, needs_master(*contents.optimizer));
+  const ParamTable& params = contents.model->params();
+  const DType dtype = contents.optimizer->state_dtype();
+  const auto tensors = optimizer_tensors(params, *contents.optimizer);
   absl::StatusOr<std::unique_ptr<FileWriter>> writer = nullptr;
-  if (write) writer = begin_file(path, tensors);
+  if (write) writer = begin_file(path, tensors, dtype);
   absl::Status status = writer.status();
   for (const StateTensor& tensor : tensors) {
-    const at::Tensor whole = contents.model->params().whole(*tensor.param, tensor.part);
+    const at::Tensor whole = contents.ranks->whole(
+        params, *tensor.param, tensor.part,
+        at::TensorOptions().dtype(to_scalar_type(dtype)).device(contents.optimizer->device()));
     if (!write || !status.ok()) continue;
     const at::Tensor data = whole.to(at::kCPU).contiguous();
     status = (*writer)->append(data.data_ptr(), data.nbytes());
@@ -85,18 +90,20 @@ absl::Status save_optimizer(const std::string& path, const CheckpointContents& c
   return write && status.ok() ? (*writer)->finish() : status;
 }
 
-absl::Status load_optimizer(const std::string& path, Optimizer& optimizer) {
+absl::Status load_optimizer(const std::string& path, const ParamTable& params, Optimizer& optimizer) {
+  const DType dtype = optimizer.state_dtype();
   PARVL_ASSIGN_OR_RETURN(auto mapped, MappedFile::open(path));
   PARVL_ASSIGN_OR_RETURN(const auto entries, read_safetensors_header(mapped->bytes(), path));
   std::map<std::string, const TensorEntry*> by_name;
   for (const TensorEntry& entry : entries) by_name[entry.name] = &entry;
-  for (const StateTensor& tensor : optimizer_tensors(optimizer, needs_master(optimizer))) {
+  for (const StateTensor& tensor : optimizer_tensors(params, optimizer)) {
     const auto found = by_name.find(tensor.name);
     if (found == by_name.end()) return invalid(path, " lacks '", tensor.name, "'; the checkpoint is of another optimizer");
     const TensorEntry& entry = *found->second;
-    if (entry.shape != tensor.param->shape || entry.dtype != tensor.dtype()) {
+    if (entry.shape != tensor.param->shape || entry.dtype != safetensors_dtype(dtype)) {
       return invalid(path, ": '", tensor.name, "' has another shape or type than this run's");
     }
+    if (!tensor.part.defined()) continue;
     const at::Tensor whole = at::from_blob(const_cast<char*>(mapped->bytes().data()) + entry.offset, entry.shape,
                                            at::TensorOptions().dtype(tensor.part.scalar_type()));
     at::Tensor part = tensor.part;
@@ -126,16 +133,21 @@ absl::Status write_manifest(const std::string& dir) {
 
 absl::Status write_all(const std::string& dir, DType dtype, const CheckpointContents& contents) {
   absl::Status status;
-  if (contents.write) {
+  if (contents.ranks->is_first()) {
     status = catch_exceptions("cannot make the folder", [&] {
       fs::remove_all(dir);
       fs::create_directories(dir + "/trainer");
       return absl::OkStatus();
     });
   }
-  const auto writes = [&] { return contents.write && status.ok(); };
+  const auto writes = [&] { return contents.ranks->is_first() && status.ok(); };
+  const auto whole = [&](const Param& param) {
+    const at::ScalarType type = to_scalar_type(param.trains ? contents.optimizer->state_dtype() : dtype);
+    return contents.ranks->whole(contents.model->params(), param, param.master,
+                                 at::TensorOptions().dtype(type).device(contents.optimizer->device()));
+  };
   status.Update(save_weights(*contents.model, dir,
-                             {.dtype = dtype, .copy_from = contents.copy_from, .write = writes()}));
+                             {.dtype = dtype, .copy_from = contents.copy_from, .whole = whole, .write = writes()}));
   status.Update(save_optimizer(dir + "/" + kTensors, contents, writes()));
   if (!writes()) return status;
   const Json state = {{"format", kFormat},
@@ -243,12 +255,12 @@ absl::StatusOr<std::string> save_checkpoint(const std::string& out, DType dtype,
   const std::string temporary = absl::StrCat(out, "/.step-", step, ".tmp");
   absl::Status status = catch_exceptions("cannot save the checkpoint " + final_dir, [&]() -> absl::Status {
     PARVL_RETURN_IF_ERROR(write_all(temporary, dtype, contents));
-    return contents.write ? publish(temporary, final_dir) : absl::OkStatus();
+    return contents.ranks->is_first() ? publish(temporary, final_dir) : absl::OkStatus();
   });
-  if (status.ok() && !contents.write) return final_dir;
+  if (status.ok() && !contents.ranks->is_first()) return final_dir;
   if (status.ok()) status = sync_directory(out);
   std::error_code error;
-  if (contents.write) fs::remove_all(temporary, error);  // after a failure the new one, else the one that was replaced
+  if (contents.ranks->is_first()) fs::remove_all(temporary, error);  // after a failure the new one, else the one that was replaced
   if (!status.ok()) return with_context(status, absl::StrCat("the checkpoint of step ", step, " was not saved"));
   return final_dir;
 }
@@ -309,7 +321,7 @@ absl::StatusOr<int64_t> load_checkpoint(const std::string& dir, const ResumeTarg
   PARVL_ASSIGN_OR_RETURN(const int64_t run, json_value<int64_t>(state, "run", 0));
   if (step < 0 || updates < 0 || updates > step) return invalid(dir, "/", kState, " has no sound 'step' and 'updates'");
   PARVL_RETURN_IF_ERROR(load_weights(*target.model, dir));
-  PARVL_RETURN_IF_ERROR(load_optimizer(dir + "/" + kTensors, *target.optimizer));
+  PARVL_RETURN_IF_ERROR(load_optimizer(dir + "/" + kTensors, target.model->params(), *target.optimizer));
   target.optimizer->refresh_values();
   target.optimizer->set_progress(step, updates);
   return run;

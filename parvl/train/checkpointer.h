@@ -10,6 +10,7 @@
 #include "parvl/base/json.h"
 #include "parvl/models/model.h"
 #include "parvl/train/optimizer.h"
+#include "parvl/train/run_ranks.h"
 
 namespace parvl {
 
@@ -31,17 +32,16 @@ class OutputLock {
 struct CheckpointContents {
   const Model* model = nullptr;
   const Optimizer* optimizer = nullptr;
+  const RunRanks* ranks = nullptr;  // the first of which writes
   // When the run was first started (ns since 1970), kept by its resumed parts: later steps of an older run that lie in
   // the same folder are not taken for this run's.
   int64_t run = 0;
   Json identity;          // name → value: what must be equal for a resumed run to continue this one (see Trainer)
   std::string copy_from;  // directory of the tokenizer, template and preprocessor files
-  bool write = true;      // false: see SaveOptions
 };
 
 // Writes OUT/step-N with N the optimizer's steps. On failure (disk full) what was there before is untouched and no part
-// of the new one is left. Replaces a directory of that name at once. Returns the directory. All ranks call it, of which
-// one writes.
+// of the new one is left. Replaces a directory of that name at once. Returns the directory. All ranks call it.
 absl::StatusOr<std::string> save_checkpoint(const std::string& out, DType dtype, const CheckpointContents& contents);
 
 // Step numbers of the checkpoints in OUT: the latest run's first, each run's newest first. They are not checked yet.

@@ -102,19 +102,32 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
   PARVL_RETURN_IF_ERROR(check_patterns(params, recipe));
   const at::ScalarType value_type = to_scalar_type(dtype);
   const at::ScalarType master_type = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
-  std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim, ranks.zero1));
+  std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim, ranks));
   // One module a group, since each has its own mesh.
-  std::map<std::tuple<Module, double, double, int64_t, int64_t>, size_t> index;
+  std::map<std::tuple<Module, double, double, int64_t, int64_t, bool>, size_t> index;
+  optimizer->state_dtype_ = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
+  optimizer->masters_ = master_type != value_type;
+  optimizer->device_ = device;
+  bool any = false;
+  for (Param* param : params.untied()) {
+    param->trains = !frozen(params, *param, recipe.train);
+    any = any || param->trains;
+  }
+  for (const auto& param : params.all()) {
+    if (param->tied_to != nullptr) param->trains = param->tied_to->trains;
+  }
+  if (!any) return invalid("train.freeze leaves no parameter to train");
   for (Param* param : params.owned()) {
-    if (frozen(params, *param, recipe.train)) {
+    if (!param->trains) {
       param->value = at::empty(param->part_shape(), at::TensorOptions().dtype(value_type).device(device));
       param->master = param->value;
       param->main_grad = at::Tensor();
       continue;
     }
     const auto [lr, weight_decay] = settings(params, *param, recipe.optim);
+    const bool counts = !ranks.counts || ranks.counts(*param);
     auto [it, added] = index.emplace(
-        std::tuple(param->module, lr, weight_decay, param->part.count, param->part.copies), optimizer->groups_.size());
+        std::tuple(param->module, lr, weight_decay, param->part.count, param->part.copies, counts), optimizer->groups_.size());
     if (added) {
       optimizer->groups_.emplace_back();
       optimizer->groups_.back().lr = lr;
@@ -122,10 +135,10 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
       if (ranks.data) optimizer->groups_.back().data = ranks.data(param->module);
       optimizer->groups_.back().tensor = params.ranks(param->module);
       optimizer->groups_.back().part = param->part;
+      optimizer->groups_.back().counts = counts;
     }
     optimizer->groups_[it->second].params.push_back(param);
   }
-  if (optimizer->groups_.empty()) return invalid("train.freeze leaves no parameter to train");
   for (OptimGroupState& group : optimizer->groups_)
     allocate_group(group, recipe.optim, ranks.zero1, master_type, value_type, device);
   params.link_tied();
@@ -133,7 +146,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
 }
 
 void Optimizer::shard() {
-  if (!zero1_ || std::exchange(sharded_, true)) return;
+  if (!ranks_.zero1 || std::exchange(sharded_, true)) return;
   for (OptimGroupState& group : groups_) {
     if (group.data == nullptr) continue;
     for (at::Tensor* state : {&group.moment1, &group.moment2}) {
@@ -184,7 +197,7 @@ void Optimizer::reduce_grads() {
   for (OptimGroupState& group : groups_) {
     sum_over_tensor_group(group);
     if (group.data == nullptr) continue;
-    if (!zero1_) {
+    if (!ranks_.zero1) {
       wait(group.data->all_reduce(buffer_of(group.grad), ReduceOp::kSum));
       continue;
     }
@@ -194,25 +207,28 @@ void Optimizer::reduce_grads() {
   }
 }
 
+std::vector<std::string> Optimizer::states() const {
+  std::vector<std::string> out;
+  if (recipe_.name == "adamw" || recipe_.momentum != 0) out.push_back("moment1");
+  if (recipe_.name == "adamw") out.push_back("moment2");
+  if (masters_) out.push_back("master");
+  return out;
+}
+
 at::Tensor Optimizer::grad_norm() const {
-  std::vector<at::Tensor> squares;
+  at::Tensor square = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device_));
   for (const OptimGroupState& group : groups_) {
-    const at::Tensor norm =
-        at::linalg_vector_norm(own(group, group.grad), 2, at::OptionalIntArrayRef{}, false, at::kDouble);
-    at::Tensor square = norm.square().view({1});
-    if (zero1_ && group.data != nullptr) wait(group.data->all_reduce(buffer_of(square), ReduceOp::kSum));
-    if (group.part.count > 1) {
-      group.tensor.reduce(square, ReduceOp::kSum);
-      square.div_(static_cast<double>(group.part.copies));
-    }
-    squares.push_back(square);
+    const bool counted_elsewhere = group.data != nullptr && !ranks_.zero1 && group.data->rank() > 0;
+    if (!group.counts || counted_elsewhere) continue;
+    square.add_(at::linalg_vector_norm(own(group, group.grad), 2, at::OptionalIntArrayRef{}, false, at::kDouble).square());
   }
-  return at::cat(squares).sum().sqrt();
+  if (ranks_.sum) ranks_.sum(square);
+  return square.sqrt();
 }
 
 void Optimizer::gather_grads() {
   for (OptimGroupState& group : groups_) {
-    if (!zero1_ || group.data == nullptr) continue;
+    if (!ranks_.zero1 || group.data == nullptr) continue;
     gather_parts(group, own(group, group.grad).clone(), group.grad);
   }
 }
@@ -249,7 +265,7 @@ void Optimizer::share_values() {
   for (OptimGroupState& group : groups_) {
     const bool one = group.value.is_same(group.master);
     if (!one) own(group, group.value).copy_(own_state(group, group.master));
-    if (!zero1_ || group.data == nullptr) continue;
+    if (!ranks_.zero1 || group.data == nullptr) continue;
     gather_parts(group, own(group, group.value).clone(), group.value);
   }
 }

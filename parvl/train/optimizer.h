@@ -34,6 +34,7 @@ struct OptimGroupState {
   ProcessGroup* data = nullptr;  // the ranks with these parameters and other samples; null: none
   TensorParallel tensor;         // the ranks that the module is cut over
   ShardPart part;                // of each of these parameters; the whole: they are not cut
+  bool counts = true;            // in the norm, on this rank of those that hold the same part
   // The part that this rank updates: all of it without ZeRO-1. The flat tensors are padded so that parts are equal.
   int64_t part_begin = 0, part_size = 0;
 };
@@ -42,6 +43,10 @@ struct OptimGroupState {
 struct OptimizerRanks {
   std::function<ProcessGroup*(Module)> data;  // null, or gives null: only here. Borrowed
   bool zero1 = false;
+  // Whether a parameter's part counts on this rank of a data group, the same on all of these; and a sum over all ranks of
+  // a scalar, in place. Empty: here alone.
+  std::function<bool(const Param&)> counts;
+  std::function<void(const at::Tensor&)> sum;
 };
 
 // Not thread-safe.
@@ -50,7 +55,7 @@ class Optimizer {
   // Decides which parameters train (recipe.freeze), groups them, and gives every parameter of `params` its tensors on
   // `device`: masters and gradients in float32 (float64 for `dtype` float64), values in `dtype`, uninitialised.
   // Parameters that share a tensor are one parameter that goes by all their names. A pattern of `freeze` or `groups`
-  // that matches no parameter, or nothing left to train, is InvalidArgument.
+  // that matches no parameter, or nothing left to train on any rank, is InvalidArgument.
   static absl::StatusOr<std::unique_ptr<Optimizer>> create(ParamTable& params, const Recipe& recipe, DType dtype,
                                                            at::Device device, const OptimizerRanks& ranks = {});
 
@@ -79,15 +84,23 @@ class Optimizer {
   const std::vector<OptimGroupState>& groups() const { return groups_; }
   int64_t steps_done() const { return steps_done_; }
   int64_t updates_done() const { return updates_done_; }  // steps that were not skipped
+  // What is carried for each trained parameter: moment1, moment2, and master where the values are 16-bit; in which type
+  // and where.
+  std::vector<std::string> states() const;
+  DType state_dtype() const { return state_dtype_; }
+  at::Device device() const { return device_; }
   void set_progress(int64_t steps_done, int64_t updates_done);
 
  private:
   void share_values();
   static void sum_over_tensor_group(OptimGroupState& group);
 
-  Optimizer(const OptimRecipe& recipe, bool zero1) : recipe_(recipe), zero1_(zero1) {}
+  Optimizer(const OptimRecipe& recipe, const OptimizerRanks& ranks) : recipe_(recipe), ranks_(ranks) {}
   OptimRecipe recipe_;
-  bool zero1_ = false, sharded_ = false;
+  OptimizerRanks ranks_;
+  DType state_dtype_ = DType::kFloat32;
+  bool masters_ = false, sharded_ = false;
+  at::Device device_ = at::kCPU;
   std::vector<OptimGroupState> groups_;
   int64_t steps_done_ = 0;
   int64_t updates_done_ = 0;

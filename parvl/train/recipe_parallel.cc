@@ -50,13 +50,13 @@ absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader module, con
   }
   PARVL_RETURN_IF_ERROR(module.finish());
   for (const auto& [key, value] : degrees) {
-    if (*value != 1 && std::string(key) != "dp" && std::string(key) != "tp")
+    if (*value != 1 && std::string(key) != "dp" && std::string(key) != "tp" && !(llm == nullptr && std::string(key) == "pp"))
       checker.note(module.where(key), absl::StrCat("= ", *value), "leave it out or set it to 1");
   }
   if (out.ranks > 0) checker.note(module.where("ranks"), absl::StrCat("= ", out.ranks), "leave it out");
   if (out.virtual_stages != 1)
     checker.note(module.where("virtual_stages"), absl::StrCat("= ", out.virtual_stages), "leave it out");
-  if (!out.stages.empty()) checker.note(module.where("stages"), "(pipeline stages)", "leave it out");
+  if (!out.stages.empty() && llm != nullptr) checker.note(module.where("stages"), "(pipeline stages)", "leave it out");
   if (!degrees_given && out.ranks == 0) return std::optional<ModuleLayout>();
   if (!degrees_given) out.dp = out.ranks;
   return std::optional<ModuleLayout>(out);
@@ -85,10 +85,10 @@ absl::StatusOr<ParallelSpec> read_parallel(ConfigReader& recipe) {
       {"vision_encoder", &out.vision_encoder}, {"audio_encoder", &out.audio_encoder}, {"projector", &out.projector}};
   for (const auto& [name, layout] : covering) {
     if (!layout->has_value() || (*layout)->ranks > 0 || out.llm.tp % (*layout)->tp == 0) continue;
-    parallel.section(name).fail("tp", absl::StrCat("(", (*layout)->tp, ") must divide llm_backbone.tp (", out.llm.tp,
-                                                   "): the ranks that it is cut over must have the same samples"));
+    ConfigReader module = parallel.section(name);
+    return invalid(module.where("tp"), " (", (*layout)->tp, ") must divide llm_backbone.tp (", out.llm.tp,
+                   "): the ranks that it is cut over must have the same samples");
   }
-  PARVL_RETURN_IF_ERROR(parallel.finish());
   if (out.zero > 1) checker.note(parallel.where("zero"), absl::StrCat("= ", out.zero), "set it to 0 or 1");
   if (out.schedule != "1f1b")
     checker.note(parallel.where("schedule"), "= " + out.schedule, "leave it out or set it to 1f1b");

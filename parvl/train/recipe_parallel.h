@@ -7,8 +7,8 @@
 namespace parvl {
 
 // InvalidArgument for what the contract forbids (an unknown key, degrees that do not fit together); Unimplemented,
-// naming the key, for a layout that is valid but not built yet: all but data and tensor parallel with zero
-// 0 or 1.
+// naming the key, for a layout that is valid but not built yet: all but data parallel with zero 0 or 1,
+// tensor parallel, and a pipeline of the backbone.
 absl::StatusOr<ParallelSpec> read_parallel(ConfigReader& recipe);
 
 }  // namespace parvl

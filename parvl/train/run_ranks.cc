@@ -1,14 +1,20 @@
 #include "parvl/train/run_ranks.h"
 
+#include <absl/strings/match.h>
+
+#include <algorithm>
+
 #include "parvl/base/file.h"
+#include "parvl/nn/tensor_buffer.h"
 
 namespace parvl {
 
-absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& spec, bool has_vision,
+absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& spec, const ModelSpec& model,
                                                            Communicator* communicator) {
-  auto out = std::make_unique<RunRanks>();
+  auto out = std::make_unique<RunRanks>(model);
+  PARVL_ASSIGN_OR_RETURN(out->parts_, split_layers(model.backbone.layers, spec.llm.pp, spec.llm.stages));
   std::vector<std::string> modules;
-  if (has_vision) modules = {"vision_encoder", "projector"};
+  if (model.vision.has_value()) modules = {"vision_encoder", "projector"};
   PARVL_ASSIGN_OR_RETURN(MeshPlan plan, plan_mesh(spec, modules));
   const int64_t started = communicator == nullptr ? 1 : communicator->world();
   if (plan.world != started) {
@@ -41,9 +47,52 @@ ProcessGroup* RunRanks::tensor(Module module) const {
 
 ProcessGroup* RunRanks::replica() const { return mesh_ == nullptr ? nullptr : mesh_->group("llm_backbone.model"); }
 
-bool RunRanks::holds_first(const Param& param) const {
-  const ProcessGroup *same = data(param.module), *cut = tensor(param.module);
-  if (same != nullptr && same->rank() > 0) return false;
+int64_t RunRanks::stage() const {
+  return mesh_ == nullptr ? 0 : mesh_->plan().find("llm_backbone")->grid.coordinate(rank(), "pp");
+}
+
+ProcessGroup* RunRanks::between_stages(int64_t from, int64_t to) const {
+  return mesh_->group(absl::StrCat("llm_backbone.pp.", from, ">", to));
+}
+
+ProcessGroup* RunRanks::tied() const { return mesh_ == nullptr ? nullptr : mesh_->group("llm_backbone.tied"); }
+
+bool RunRanks::holds(const Param& param, int64_t stage) const {
+  const StagePart& part = parts_[static_cast<size_t>(stage)];
+  if (param.module != Module::kBackbone) return true;
+  if (absl::StartsWith(param.name, "llm_backbone.embed.")) return part.embedding || (tied_ && part.head);
+  constexpr char kLayers[] = "llm_backbone.layers.";
+  if (!absl::StartsWith(param.name, kLayers)) return part.head;
+  const int64_t layer = std::stoll(param.name.substr(sizeof kLayers - 1));
+  return layer >= part.first_layer && layer < part.first_layer + part.layers;
+}
+
+bool RunRanks::trains(const ParamTable& params, int64_t stage) const {
+  return std::any_of(params.all().begin(), params.all().end(), [&](const auto& param) {
+    return param->trains && param->module == Module::kBackbone && holds(*param, stage);
+  });
+}
+
+at::Tensor RunRanks::whole(const ParamTable& params, const Param& param, const at::Tensor& own,
+                           at::TensorOptions options) const {
+  at::Tensor out = own.defined() ? params.whole(param, own).contiguous() : at::empty(param.shape, options);
+  if (stages() == 1 || param.module != Module::kBackbone) return out;
+  int64_t owner = 0;
+  while (!holds(param, owner)) ++owner;
+  // A replica's ranks ascend by stage, then by tensor rank.
+  wait(replica()->broadcast(buffer_of(out), owner * (replica()->size() / stages())));
+  return out;
+}
+
+void RunRanks::sum(const at::Tensor& value) const {
+  ProcessGroup* world = mesh_ == nullptr ? nullptr : mesh_->group("world");
+  if (world != nullptr) wait(world->all_reduce(buffer_of(value), ReduceOp::kSum));
+}
+
+bool RunRanks::counts(const Param& param) const {
+  if (!param.here) return false;
+  if (stage() > 0 && param.module == Module::kBackbone && holds(param, 0)) return false;  // the copy of what is tied
+  const ProcessGroup* cut = tensor(param.module);
   if (cut == nullptr) return true;
   return param.part.count == 1 ? cut->rank() == 0 : cut->rank() % param.part.copies == 0;
 }

@@ -8,6 +8,7 @@
 #include "parvl/base/parallel_spec.h"
 #include "parvl/comm/device_mesh.h"
 #include "parvl/nn/param.h"
+#include "parvl/plan/pipeline/stages.h"
 #include "parvl/train/data.h"
 #include "parvl/train/vision_share.h"
 
@@ -17,8 +18,11 @@ namespace parvl {
 class RunRanks {
  public:
   // Connects to the others; all ranks call it. `communicator` null: one process. It outlives this.
-  static absl::StatusOr<std::unique_ptr<RunRanks>> create(const ParallelSpec& spec, bool has_vision,
+  static absl::StatusOr<std::unique_ptr<RunRanks>> create(const ParallelSpec& spec, const ModelSpec& model,
                                                           Communicator* communicator);
+  // One process.
+  explicit RunRanks(const ModelSpec& model)
+      : tied_(model.backbone.tied), parts_{{0, model.backbone.layers, true, true}} {}
 
   int64_t rank() const { return mesh_ == nullptr ? 0 : mesh_->rank(); }
   int64_t world() const { return mesh_ == nullptr ? 1 : mesh_->plan().world; }
@@ -32,8 +36,27 @@ class RunRanks {
   ProcessGroup* replica() const;
   // One rank of each replica: what its ranks have alike is counted there.
   bool counts() const { return replica() == nullptr || replica()->rank() == 0; }
-  // Whether this rank is the first of those that hold the same part of a parameter.
-  bool holds_first(const Param& param) const;
+  // The stages of the backbone's pipeline, this rank's, and what it holds.
+  int64_t stages() const { return static_cast<int64_t>(parts_.size()); }
+  int64_t stage() const;
+  const StagePart& part() const { return parts_[static_cast<size_t>(stage())]; }
+  // Messages from one stage to its neighbour; this rank's is one of them.
+  ProcessGroup* between_stages(int64_t from, int64_t to) const;
+  // The first and the last stage, which both hold a tied embedding; null elsewhere.
+  ProcessGroup* tied() const;
+  // Whether a stage holds a parameter (all do, of other modules); and any that is trained.
+  bool holds(const Param& param, int64_t stage) const;
+  bool trains(const ParamTable& params, int64_t stage) const;
+  // One rank of each replica: the one whose loss counts.
+  bool counts_loss() const { return part().head && (tensor(Module::kBackbone) == nullptr || tensor(Module::kBackbone)->rank() == 0); }
+  // A whole tensor of the parameter's global shape, on every rank of the replica, which all call it. `own`: this rank's
+  // part; undefined where it has none.
+  at::Tensor whole(const ParamTable& params, const Param& param, const at::Tensor& own, at::TensorOptions options) const;
+  // Sums a scalar of float64 over all ranks, in place. Throws.
+  void sum(const at::Tensor& value) const;
+  // Whether this rank is the first of those that hold the same part of a parameter for the same samples. (Which of the
+  // data group's ranks counts is the caller's to say.)
+  bool counts(const Param& param) const;
   // How this replica's images are dealt out over its ranks. The model must have a vision encoder.
   VisionLayout vision_layout() const;
 
@@ -53,6 +76,8 @@ class RunRanks {
 
  private:
   std::unique_ptr<DeviceMesh> mesh_;  // null: one process
+  bool tied_ = false;                 // the output matrix is the embedding
+  std::vector<StagePart> parts_;      // by stage
 };
 
 }  // namespace parvl

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "parvl/train/backprop.h"
+#include "parvl/train/pipeline_run.h"
 #include "parvl/train/trainer.h"
 
 namespace parvl {
@@ -29,15 +29,10 @@ absl::StatusOr<std::vector<Prompt>> prepare(const Dataset& data, const PromptBui
 void add_batch(const Model& model, const std::vector<Prompt>& batch, const RunRanks& ranks, at::Device device,
                Sums& sums) {
   const MicroBatch one = make_micro_batch(model, to_sequences(batch, 0, batch.size()), device, ranks);
-  at::Tensor visual;
-  if (!one.grids.empty()) {
-    Bundle in;
-    const std::vector<Piece> pieces = vision_pieces(model, one, in);
-    visual = run_pieces(pieces, in).at("visual");
-  }
-  const at::Tensor hidden = run_backbone(model, one.packed, visual);
+  const at::Tensor hidden = run_stages(model, ranks, one);
+  if (!ranks.part().head) return;
   at::Tensor logits = model.backbone().logits(hidden.index_select(0, one.packed.loss_rows));
-  if (!ranks.counts()) return;
+  if (!ranks.counts_loss()) return;
   if (logits.element_size() < 4) logits = logits.to(at::kFloat);
   sums.loss += at::cross_entropy_loss(logits, one.packed.targets, {}, at::Reduction::Sum).item<double>();
   sums.targets += static_cast<double>(one.packed.num_targets);
@@ -60,7 +55,7 @@ void add_batch(const Model& model, const std::vector<Prompt>& batch, const RunRa
 absl::StatusOr<Score> score_dataset(const Model& model, const PromptBuilder& prompts, const Dataset& data,
                                     at::Device device, const ScoreOptions& options) {
   at::NoGradGuard no_grad;
-  const RunRanks alone, &ranks = options.ranks == nullptr ? alone : *options.ranks;
+  const RunRanks alone(model.spec()), &ranks = options.ranks == nullptr ? alone : *options.ranks;
   const BatchShare share = ranks.share(options.batch);
   const int64_t count = options.limit > 0 ? std::min(options.limit, data.size()) : data.size();
   Sums sums;

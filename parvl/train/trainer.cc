@@ -10,26 +10,27 @@
 
 #include "parvl/nn/device.h"
 #include "parvl/plan/cost/flops.h"
-#include "parvl/train/backprop.h"
+#include "parvl/train/pipeline_run.h"
 #include "parvl/train/score.h"
 #include "parvl/train/trainer_output.h"
 
 namespace parvl {
 
+SequenceInput to_sequence(const Prompt& prompt) {
+  SequenceInput out;
+  out.ids = prompt.ids;
+  out.is_target = prompt.is_target;
+  for (const MediaSpan& span : prompt.media) {
+    const ProcessedImage& image = *prompt.images[static_cast<size_t>(span.image_index)];
+    out.images.push_back({span.begin, {image.grid_t, image.grid_h, image.grid_w}});
+    out.pixels.push_back(image.patches.data());
+  }
+  return out;
+}
+
 std::vector<SequenceInput> to_sequences(const std::vector<Prompt>& prompts, size_t begin, size_t end) {
   std::vector<SequenceInput> out;
-  for (size_t i = begin; i < end; ++i) {
-    const Prompt& prompt = prompts[i];
-    SequenceInput sequence;
-    sequence.ids = prompt.ids;
-    sequence.is_target = prompt.is_target;
-    for (const MediaSpan& span : prompt.media) {
-      const ProcessedImage& image = *prompt.images[static_cast<size_t>(span.image_index)];
-      sequence.images.push_back({span.begin, {image.grid_t, image.grid_h, image.grid_w}});
-      sequence.pixels.push_back(image.patches.data());
-    }
-    out.push_back(std::move(sequence));
-  }
+  for (size_t i = begin; i < end; ++i) out.push_back(to_sequence(prompts[i]));
   return out;
 }
 
@@ -136,29 +137,49 @@ absl::StatusOr<StepResult> Trainer::compute_gradients(const GlobalBatch& batch) 
   result.tokens = static_cast<int64_t>(counts[1]);
   if (result.targets == 0) return result;
   optimizer_->zero_grad();
-  at::Tensor loss = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device_));
-  const size_t micro = static_cast<size_t>(recipe_.data.micro_batch);
-  for (size_t begin = 0; begin < batch.samples.size(); begin += micro) {
-    const size_t end = std::min(begin + micro, batch.samples.size());
-    const MicroBatch one = make_micro_batch(*model_, to_sequences(batch.samples, begin, end), device_, *ranks_);
-    loss.add_(forward_backward(*model_, one, 1.0 / static_cast<double>(result.targets),
-                               recipe_.train.recompute == "full"));
-    BatchShape shape;
-    for (size_t i = begin; i < end; ++i)
-      shape.sequence_tokens.push_back(static_cast<int64_t>(batch.samples[i].ids.size()));
-    for (const Grid& grid : one.grids) shape.image_patches.push_back(grid.patches());
-    shape.loss_tokens = one.packed.num_targets;
-    result.flops += training_flops(model_->spec(), shape);
-  }
+  const at::Tensor loss = run_micro_batches(batch, result);
   optimizer_->reduce_grads();
   const at::Tensor figures = at::stack({loss, optimizer_->grad_norm()}).cpu();
-  std::array<double, 2> sums = {figures[0].item<double>(), result.flops};
-  if (!ranks_->counts()) sums = {0, 0};
+  std::array<double, 2> sums = {ranks_->counts_loss() ? figures[0].item<double>() : 0,
+                                ranks_->counts() ? result.flops : 0};
   PARVL_RETURN_IF_ERROR(ranks_->sum(absl::MakeSpan(sums)));
   result.loss = sums[0];
   result.flops = sums[1];
   result.grad_norm = figures[1].item<double>();
   return result;
+}
+
+at::Tensor Trainer::run_micro_batches(const GlobalBatch& batch, StepResult& result) {
+  PipelineOptions options;
+  options.scale = 1.0 / static_cast<double>(result.targets);
+  options.recompute = recipe_.train.recompute == "full";
+  options.clock = env_.clock;
+  options.record = env_.actions;
+  const auto micro = static_cast<size_t>(recipe_.data.micro_batch);
+  std::vector<size_t> begins;  // of the micro batches with something to learn
+  for (size_t begin = 0; begin < batch.samples.size(); begin += micro) {
+    const size_t end = std::min(begin + micro, batch.samples.size());
+    BatchShape shape;
+    std::vector<Grid> grids;
+    for (size_t i = begin; i < end; ++i) {
+      const Prompt& prompt = batch.samples[i];
+      shape.sequence_tokens.push_back(static_cast<int64_t>(prompt.ids.size()));
+      for (size_t t = 1; t < prompt.is_target.size(); ++t) shape.loss_tokens += prompt.is_target[t];
+      for (const ImageSpan& image : to_sequence(prompt).images) {
+        grids.push_back(image.grid);
+        shape.image_patches.push_back(image.grid.patches());
+      }
+    }
+    if (shape.loss_tokens == 0) continue;
+    result.flops += training_flops(model_->spec(), shape);
+    begins.push_back(begin);
+    options.grids.push_back(std::move(grids));
+  }
+  options.sequences = [&](int64_t microbatch) {
+    const size_t begin = begins[static_cast<size_t>(microbatch)];
+    return to_sequences(batch.samples, begin, std::min(begin + micro, batch.samples.size()));
+  };
+  return run_pipeline(*model_, *ranks_, device_, options);
 }
 
 absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
@@ -217,7 +238,7 @@ absl::Status Trainer::save() {
   contents.run = run_;
   contents.identity = identity_;
   contents.copy_from = recipe_.model.empty() ? recipe_.tokenizer : recipe_.model;
-  contents.write = ranks_->is_first();
+  contents.ranks = ranks_.get();
   optimizer_->unshard();
   absl::StatusOr<std::string> dir = save_checkpoint(recipe_.train.out, dtype_, contents);
   if (!dir.ok()) {

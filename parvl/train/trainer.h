@@ -11,6 +11,7 @@
 #include "parvl/train/checkpointer.h"
 #include "parvl/train/data.h"
 #include "parvl/train/optimizer.h"
+#include "parvl/train/pipeline_run.h"
 #include "parvl/train/recipe.h"
 #include "parvl/train/run_ranks.h"
 
@@ -39,9 +40,11 @@ struct TrainerEnvironment {
   int columns = 80;
   int loader_threads = 0;                // that decode images; 0: half of the cores. Changes no result
   Communicator* communicator = nullptr;  // to the run's other ranks; null: there are none
+  std::vector<ActionRecord>* actions = nullptr;  // every action of this rank's pipeline is added, for measurements
 };
 
-// A batch's sequences as the model reads them. Borrows the prompts' pixels.
+// Samples as the model reads them. Borrows the prompts' pixels.
+SequenceInput to_sequence(const Prompt& prompt);
 std::vector<SequenceInput> to_sequences(const std::vector<Prompt>& prompts, size_t begin, size_t end);
 
 // Not thread-safe. With several ranks each has a Trainer of its own, and all make the same calls.
@@ -73,6 +76,8 @@ class Trainer {
  private:
   Trainer(const Recipe& recipe, TrainerEnvironment environment);
   absl::Status set_up();
+  // Forward and backward of the batch's micro batches: the loss, which counts where RunRanks::counts_loss.
+  at::Tensor run_micro_batches(const GlobalBatch& batch, StepResult& result);
   absl::Status load_model_and_data();
   absl::Status connect(const ModelSpec& spec);
   absl::Status check_eval_set();

@@ -52,16 +52,18 @@ std::string data_hash(const Dataset& data) {
 // Over the bits of all weights, whatever the order of summation and however they are cut. All ranks call it.
 absl::StatusOr<std::string> weights_hash(const ParamTable& params, const RunRanks& ranks) {
   std::vector<uint64_t> sums;
-  for (const Param* param : params.owned()) {
+  for (const Param* param : params.untied()) {
+    sums.push_back(0);
+    const ProcessGroup* same = ranks.data(param->module);
+    if (!ranks.counts(*param) || (same != nullptr && same->rank() > 0)) continue;
     const int64_t bytes = static_cast<int64_t>(param->master.element_size());
     const at::ScalarType bits = bytes == 8 ? at::kLong : bytes == 4 ? at::kInt : at::kShort;
-    const bool once = ranks.holds_first(*param);
-    sums.push_back(once ? static_cast<uint64_t>(param->master.view(bits).sum(at::kLong).item<int64_t>()) : 0);
+    sums.back() = static_cast<uint64_t>(param->master.view(bits).sum(at::kLong).item<int64_t>());
   }
   PARVL_RETURN_IF_ERROR(ranks.sum_exactly(absl::MakeSpan(sums)));
   std::string text;
   for (size_t i = 0; i < sums.size(); ++i) {
-    absl::StrAppend(&text, params.owned()[i]->name, "=", static_cast<int64_t>(sums[i]), "\n");
+    absl::StrAppend(&text, params.untied()[i]->name, "=", static_cast<int64_t>(sums[i]), "\n");
   }
   return short_hash(text);
 }
@@ -80,9 +82,9 @@ std::string files_hash(const std::string& dir) {
 Json identity_of(const Recipe& recipe, const Model& model, const Dataset& data, const std::string& weights) {
   int64_t count = 0, trained = 0;
   std::string trained_names;
-  for (const Param* param : model.params().owned()) {
+  for (const Param* param : model.params().untied()) {
     count += param->numel();
-    if (!param->trainable()) continue;
+    if (!param->trains) continue;
     trained += param->numel();
     absl::StrAppend(&trained_names, param->name, "\n");
   }
@@ -189,7 +191,12 @@ absl::Status Trainer::load_model_and_data() {
   for (const Module module : {Module::kVisionEncoder, Module::kProjector, Module::kBackbone}) {
     PARVL_RETURN_IF_ERROR(with_context(model_->params().split(module, ranks_->tensor(module)), "parallel"));
   }
-  const OptimizerRanks ranks{[this](Module module) { return ranks_->data(module); }, recipe_.parallel.zero == 1};
+  model_->params().keep([this](const Param& param) { return ranks_->holds(param, ranks_->stage()); });
+  OptimizerRanks ranks;
+  ranks.data = [this](Module module) { return ranks_->data(module); };
+  ranks.zero1 = recipe_.parallel.zero == 1;
+  ranks.counts = [this](const Param& param) { return ranks_->counts(param); };
+  ranks.sum = [this](const at::Tensor& value) { ranks_->sum(value); };
   PARVL_ASSIGN_OR_RETURN(optimizer_, Optimizer::create(model_->params(), recipe_, dtype_, device_, ranks));
   if (from_directory) {
     PARVL_RETURN_IF_ERROR(load_weights(*model_, recipe_.model));
@@ -205,7 +212,7 @@ absl::Status Trainer::load_model_and_data() {
 absl::Status Trainer::connect(const ModelSpec& spec) {
   if (env_.communicator != nullptr && device_.is_cuda()) return not_available_yet("training on several GPUs");
   output_->working("waiting for the other ranks");
-  PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec.vision.has_value(), env_.communicator));
+  PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec, env_.communicator));
   return ranks_->expect_equal(recipe_sections(recipe_));
 }
 

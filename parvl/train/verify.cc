@@ -7,11 +7,15 @@ namespace parvl {
 namespace {
 
 // Whole tensors, on every rank.
-std::map<std::string, at::Tensor> copies(const Model& model, at::Tensor Param::*what) {
+std::map<std::string, at::Tensor> copies(const Trainer& trainer, at::Tensor Param::*what, DType dtype) {
+  const ParamTable& params = trainer.model().params();
+  const auto options = at::TensorOptions().dtype(to_scalar_type(dtype)).device(trainer.optimizer().device());
   std::map<std::string, at::Tensor> out;
-  for (const Param* param : model.params().owned()) {
-    if (!param->trainable()) continue;
-    out[param->name] = model.params().whole(*param, param->*what).to(at::kCPU, at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+  for (const Param* param : params.untied()) {
+    if (!param->trains) continue;
+    out[param->name] = trainer.ranks()
+                           .whole(params, *param, param->*what, options)
+                           .to(at::kCPU, at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   }
   return out;
 }
@@ -57,14 +61,14 @@ absl::StatusOr<VerifyRun> run_steps(const Recipe& recipe, const TrainerEnvironme
       PARVL_ASSIGN_OR_RETURN(const StepResult result, trainer->compute_gradients(*batch));
       if (out.gradients.empty() && result.targets > 0) {
         trainer->optimizer().gather_grads();
-        out.gradients = copies(trainer->model(), &Param::main_grad);
+        out.gradients = copies(*trainer, &Param::main_grad, trainer->optimizer().state_dtype());
         out.loss = result.loss;
         out.grad_norm = result.grad_norm;
       }
       PARVL_RETURN_IF_ERROR(trainer->update(result));
       out.losses.push_back(result.loss);
     }
-    out.weights = copies(trainer->model(), &Param::value);
+    out.weights = copies(*trainer, &Param::value, *parse_dtype(here.train.dtype));
     return absl::OkStatus();
   }));
   if (out.gradients.empty()) {

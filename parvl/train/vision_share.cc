@@ -1,25 +1,17 @@
 #include "parvl/train/vision_share.h"
 
-#include <algorithm>
-#include <numeric>
+#include "parvl/plan/balance.h"
 
 namespace parvl {
 namespace {
 
-// The images of each group, ascending.
+// The images of each group, ascending, so that patches are even.
 std::vector<std::vector<int64_t>> deal_out(const std::vector<Grid>& grids, int64_t groups) {
-  std::vector<int64_t> by_size(grids.size());
-  std::iota(by_size.begin(), by_size.end(), 0);
-  const auto patches = [&](int64_t image) { return grids[static_cast<size_t>(image)].patches(); };
-  std::stable_sort(by_size.begin(), by_size.end(), [&](int64_t a, int64_t b) { return patches(a) > patches(b); });
+  std::vector<double> patches;
+  for (const Grid& grid : grids) patches.push_back(static_cast<double>(grid.patches()));
+  const std::vector<int64_t> parts = spread(patches, groups);
   std::vector<std::vector<int64_t>> out(static_cast<size_t>(groups));
-  std::vector<int64_t> loads(out.size());
-  for (const int64_t image : by_size) {
-    const auto least = static_cast<size_t>(std::min_element(loads.begin(), loads.end()) - loads.begin());
-    loads[least] += patches(image);
-    out[least].push_back(image);
-  }
-  for (auto& images : out) std::sort(images.begin(), images.end());
+  for (size_t i = 0; i < parts.size(); ++i) out[static_cast<size_t>(parts[i])].push_back(static_cast<int64_t>(i));
   return out;
 }
 

@@ -23,8 +23,7 @@ struct VisionShare {
   std::vector<int64_t> order;  // merged token i of the batch (raster order) is row order[i] of all ranks' rows
 };
 
-// Every image goes to one encoder group, so that patches are even: the largest first, to the group with the least
-// (Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 − 1/(3·groups) of the best).
+// Every image goes to one encoder group, so that patches are even (see `spread`).
 // `raster`: VisionEncoder::raster of all images.
 VisionShare share_images(const VisionLayout& layout, const std::vector<Grid>& grids, int64_t merge,
                          const std::vector<int64_t>& raster);

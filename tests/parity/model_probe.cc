@@ -16,7 +16,7 @@
 #include "parvl/base/json.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/models/packing.h"
-#include "parvl/train/backprop.h"
+#include "parvl/train/pipeline_run.h"
 
 namespace parvl {
 namespace {
@@ -64,8 +64,7 @@ absl::Status run(int argc, char** argv) {
     return save_weights(*model, argv[3], {.dtype = dtype, .copy_from = dir, .max_shard_bytes = 100000});
   }
   PARVL_ASSIGN_OR_RETURN(const Inputs inputs, read_inputs(argv[3]));
-  const MicroBatch one = make_micro_batch(*model, inputs.sequences, at::kCPU, RunRanks());
-  const PackedBatch& batch = one.packed;
+  const PackedBatch batch = pack(*model, inputs.sequences, at::kCPU);
   if (mode == "logits") {
     const at::Tensor hidden = run_backbone(*model, batch, encode_images(*model, batch, at::kCPU));
     write_raw(argv[4], model->backbone().logits(hidden));
@@ -74,8 +73,14 @@ absl::Status run(int argc, char** argv) {
   const std::string out = argv[4];
   for (Param* param : model->params().owned()) param->main_grad = at::zeros_like(param->master);
   model->params().link_tied();
-  const at::Tensor loss =
-      forward_backward(*model, one, 1.0 / static_cast<double>(batch.num_targets), std::string(argv[6]) == "full");
+  for (const auto& param : model->params().all()) param->trains = true;
+  PipelineOptions options;
+  options.scale = 1.0 / static_cast<double>(batch.num_targets);
+  options.recompute = std::string(argv[6]) == "full";
+  options.grids = {grids_of(inputs.sequences)};
+  options.sequences = [&](int64_t) { return inputs.sequences; };
+  const at::ScalarType wide = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
+  const at::Tensor loss = run_pipeline(*model, RunRanks(model->spec()), at::kCPU, options).to(wide);
   Json names = Json::object();
   int64_t index = 0;
   for (Param* param : model->params().owned()) {

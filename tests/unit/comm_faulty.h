@@ -29,7 +29,7 @@ struct Fault {
   };
   std::string name;   // what a programmer would have done wrong
   std::string group;  // the group's name without its number: "llm_backbone.tp"
-  std::string call;   // all_reduce, all_gather, reduce_scatter
+  std::string call;   // all_reduce, all_gather, reduce_scatter, receive
   Effect effect = kOwn;
   std::function<bool(int64_t count, ReduceOp op)> which;  // of these calls; empty: all
 };
@@ -74,7 +74,10 @@ class FaultyGroup : public ProcessGroup {
     return inner_->all_to_all(in, in_counts, out, out_counts);
   }
   std::unique_ptr<Work> send(ConstBuffer values, int64_t to) override { return inner_->send(values, to); }
-  std::unique_ptr<Work> receive(Buffer values, int64_t from) override { return inner_->receive(values, from); }
+  std::unique_ptr<Work> receive(Buffer values, int64_t from) override {
+    if (!hit("receive", values, ReduceOp::kSum)) return inner_->receive(values, from);
+    return spoil(inner_->receive(values, from), [this, values] { put(values, {}); });
+  }
   std::unique_ptr<Work> barrier() override { return inner_->barrier(); }
   void abort(const std::string& reason) override { inner_->abort(reason); }
 
@@ -148,7 +151,9 @@ class FaultyCommunicator : public Communicator {
   int64_t world() const override { return inner_.world(); }
   absl::StatusOr<std::unique_ptr<ProcessGroup>> join(const GroupSpec& group) override {
     PARVL_ASSIGN_OR_RETURN(std::unique_ptr<ProcessGroup> out, inner_.join(group));
-    const std::string kind = group.name.substr(0, group.name.find('['));
+    std::string kind = group.name;  // "llm_backbone.pp[0].1>2" without the number
+    const size_t begin = kind.find('['), end = kind.find(']');
+    if (begin != std::string::npos) kind.erase(begin, end - begin + 1);
     if (kind != fault_.group) return out;
     return std::make_unique<FaultyGroup>(std::move(out), fault_, applied_);
   }

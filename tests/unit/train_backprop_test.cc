@@ -2,7 +2,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "parvl/train/backprop.h"
+#include "parvl/train/pipeline_run.h"
 #include "train_fixture.h"
 
 namespace parvl {
@@ -62,10 +62,14 @@ TEST_F(BackpropTest, RecomputationChangesNoBit) {
 TEST_F(BackpropTest, GradientsFollowFiniteDifferences) {
   auto trainer = make();
   const GlobalBatch samples = batch({0, 1, 2, 3});
-  const MicroBatch one =
-      make_micro_batch(trainer->model(), to_sequences(samples.samples, 0, 4), at::kCPU, trainer->ranks());
-  const double scale = 1.0 / static_cast<double>(one.packed.num_targets);
-  const auto loss = [&] { return forward_backward(trainer->model(), one, scale, false).item<double>(); };
+  const std::vector<SequenceInput> sequences = to_sequences(samples.samples, 0, 4);
+  PipelineOptions options;
+  options.scale = 1.0 / static_cast<double>(pack(trainer->model(), sequences, at::kCPU).num_targets);
+  options.grids = {grids_of(sequences)};
+  options.sequences = [&](int64_t) { return sequences; };
+  const auto loss = [&] {
+    return run_pipeline(trainer->model(), trainer->ranks(), at::kCPU, options).item<double>();
+  };
   loss();
   const auto slopes = gradients(*trainer);
   for (const Param* param : trainer->model().params().owned()) {

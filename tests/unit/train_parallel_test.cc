@@ -2,6 +2,7 @@
 #include <absl/strings/match.h>
 
 #include <cmath>
+#include <future>
 
 #include "parvl/comm/local/local_group.h"
 #include "parvl/train/verify.h"
@@ -40,22 +41,25 @@ class ParallelTrainTest : public TrainFixture {
     return env;
   }
 
-  Outcome train(int64_t dp, int64_t zero, int64_t tp = 1) {
+  Outcome train(int64_t dp, int64_t zero, int64_t tp = 1, int64_t pp = 1) {
+    const int64_t world = dp * tp * pp;
     recipe_.parallel.llm.dp = dp;
     recipe_.parallel.llm.tp = tp;
+    recipe_.parallel.llm.pp = pp;
     recipe_.parallel.zero = zero;
     events_.clear();
     Outcome out;
-    out.statuses.resize(static_cast<size_t>(dp * tp));
-    out.values.resize(static_cast<size_t>(dp * tp));
-    run_local_world(dp * tp, {}, [&](Communicator& communicator) {
+    out.statuses.resize(static_cast<size_t>(world));
+    out.values.resize(static_cast<size_t>(world));
+    run_local_world(world, {}, [&](Communicator& communicator) {
       const auto rank = static_cast<size_t>(communicator.rank());
       auto trainer = Trainer::create(recipe_, rank_environment(communicator));
       out.statuses[rank] = trainer.ok() ? (*trainer)->run() : trainer.status();
       if (!out.statuses[rank].ok()) return;
       const ParamTable& params = (*trainer)->model().params();
-      for (const Param* param : params.owned()) {
-        out.values[rank][param->name] = params.whole(*param, param->value).clone();
+      const auto type = at::TensorOptions().dtype(to_scalar_type(*parse_dtype(recipe_.train.dtype)));
+      for (const Param* param : params.untied()) {
+        out.values[rank][param->name] = (*trainer)->ranks().whole(params, *param, param->value, type).clone();
       }
     });
     out.losses = losses();
@@ -65,9 +69,9 @@ class ParallelTrainTest : public TrainFixture {
     return out;
   }
 
-  Outcome train_afresh(int64_t dp, int64_t zero, int64_t tp = 1) {
+  Outcome train_afresh(int64_t dp, int64_t zero, int64_t tp = 1, int64_t pp = 1) {
     std::filesystem::remove_all(recipe_.train.out);
-    Outcome out = train(dp, zero, tp);
+    Outcome out = train(dp, zero, tp, pp);
     for (const absl::Status& status : out.statuses) EXPECT_TRUE(status.ok()) << status;
     return out;
   }
@@ -89,10 +93,11 @@ TEST_F(ParallelTrainTest, EveryLayoutEqualsOneProcess) {
     recipe_.optim.momentum = recipe_.optim.name == "sgd" ? 0.9 : 0;
     const Outcome want = train_afresh(1, 0);
     ASSERT_EQ(want.losses.size(), 6u);
-    for (const auto& [dp, zero, tp] : {std::tuple(2, 0, 1), std::tuple(2, 1, 1), std::tuple(4, 0, 1),
-                                       std::tuple(4, 1, 1), std::tuple(1, 0, 2), std::tuple(2, 1, 2)}) {
-      SCOPED_TRACE(absl::StrCat(name, " dp ", dp, " zero ", zero, " tp ", tp));
-      const Outcome got = train_afresh(dp, zero, tp);
+    for (const auto& [dp, zero, tp, pp] :
+         {std::tuple(2, 0, 1, 1), std::tuple(2, 1, 1, 1), std::tuple(4, 0, 1, 1), std::tuple(4, 1, 1, 1),
+          std::tuple(1, 0, 2, 1), std::tuple(2, 1, 2, 1), std::tuple(1, 0, 1, 2), std::tuple(2, 1, 2, 2)}) {
+      SCOPED_TRACE(absl::StrCat(name, " dp ", dp, " zero ", zero, " tp ", tp, " pp ", pp));
+      const Outcome got = train_afresh(dp, zero, tp, pp);
       ASSERT_EQ(got.losses.size(), want.losses.size());
       for (size_t i = 0; i < want.losses.size(); ++i) {
         EXPECT_NEAR(got.losses[i], want.losses[i], 1e-12 * std::abs(want.losses[i]));
@@ -119,10 +124,10 @@ TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
   std::filesystem::remove_all(recipe_.train.out);
   std::vector<double> losses;
   recipe_.train.checkpoint_every = 2;
-  for (const auto& [stop, dp, zero, tp] : {std::tuple(1, 2, 1, 1), std::tuple(2, 1, 0, 2), std::tuple(1, 4, 0, 1),
-                                           std::tuple(0, 2, 1, 2)}) {
+  for (const auto& [stop, dp, zero, tp, pp] : {std::tuple(1, 2, 1, 1, 1), std::tuple(2, 1, 0, 2, 1),
+                                               std::tuple(1, 1, 0, 1, 2), std::tuple(0, 2, 1, 2, 2)}) {
     stop_after_ = stop;
-    const Outcome part = train(dp, zero, tp);
+    const Outcome part = train(dp, zero, tp, pp);
     for (const absl::Status& status : part.statuses) ASSERT_TRUE(status.ok()) << status;
     losses.insert(losses.end(), part.losses.begin(), part.losses.end());
     if (stop == 0) {
@@ -136,13 +141,13 @@ TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
 // At one layout a resumed run is the undisturbed one to the bit.
 TEST_F(ParallelTrainTest, AResumedRunEqualsAnUndisturbedOne) {
   recipe_.train.dtype = "bfloat16";
-  for (const int64_t tp : {1, 2}) {
-    const Outcome whole = train_afresh(2, 1, tp);
+  for (const auto& [tp, pp] : {std::pair(1, 1), std::pair(2, 1), std::pair(1, 2)}) {
+    const Outcome whole = train_afresh(2, 1, tp, pp);
     std::filesystem::remove_all(recipe_.train.out);
     stop_after_ = 3;
-    const Outcome first = train(2, 1, tp);
+    const Outcome first = train(2, 1, tp, pp);
     stop_after_ = 0;
-    const Outcome second = train(2, 1, tp);
+    const Outcome second = train(2, 1, tp, pp);
     std::vector<double> losses = first.losses;
     losses.insert(losses.end(), second.losses.begin(), second.losses.end());
     EXPECT_EQ(losses, whole.losses);
@@ -155,11 +160,12 @@ TEST_F(ParallelTrainTest, ACutModelIsSavedWhole) {
   recipe_.train.steps = 1;
   recipe_.optim.lr = 0;
   std::vector<std::string> files;
-  for (const int64_t tp : {1, 2}) {
-    train_afresh(1, 0, tp);
+  for (const auto& [tp, pp] : {std::pair(1, 1), std::pair(2, 1), std::pair(1, 2)}) {
+    train_afresh(1, 0, tp, pp);
     files.push_back(*read_file(recipe_.train.out + "/step-1/model.safetensors"));
   }
   EXPECT_EQ(files[0], files[1]);
+  EXPECT_EQ(files[0], files[2]);
 }
 
 // Every rank takes its part of the evaluation, and the score is the whole one.
@@ -167,8 +173,9 @@ TEST_F(ParallelTrainTest, EveryLayoutEvaluatesAlike) {
   recipe_.data.eval = recipe_.data.train;
   recipe_.optim.lr = 0.01;
   std::vector<Json> scores;
-  for (const auto& [dp, tp] : {std::pair(1, 1), std::pair(4, 1), std::pair(1, 2), std::pair(2, 2)}) {
-    train_afresh(dp, 0, tp);
+  for (const auto& [dp, tp, pp] :
+       {std::tuple(1, 1, 1), std::tuple(4, 1, 1), std::tuple(2, 2, 1), std::tuple(2, 1, 2)}) {
+    train_afresh(dp, 0, tp, pp);
     for (const Json& event : events_) {
       if (event["event"] == "eval") scores.push_back(event);
     }
@@ -180,6 +187,40 @@ TEST_F(ParallelTrainTest, EveryLayoutEvaluatesAlike) {
     EXPECT_EQ(score["accuracy"], scores[0]["accuracy"]);
     EXPECT_NEAR(score["loss"].get<double>(), scores[0]["loss"].get<double>(), 1e-10);
   }
+}
+
+// The stages of a pipeline work at the same time: the second does not end its first micro batch before the first one
+// has begun its second.
+TEST_F(ParallelTrainTest, StagesOverlap) {
+  recipe_.parallel.llm.pp = 2;
+  std::promise<void> second_begun;
+  const std::shared_future<void> begun = second_begun.get_future().share();
+  std::vector<absl::Status> statuses(2);
+  run_local_world(2, {}, [&](Communicator& communicator) {
+    const auto rank = static_cast<size_t>(communicator.rank());
+    auto trainer = Trainer::create(recipe_, rank_environment(communicator));
+    statuses[rank] = trainer.status();
+    if (!trainer.ok()) return;
+    const GlobalBatch samples = batch({3, 7, 11});  // without images, so that each is made at its forward
+    PipelineOptions options;
+    options.grids.resize(3);
+    options.sequences = [&](int64_t microbatch) {
+      if (rank == 0 && microbatch == 1) second_begun.set_value();
+      return to_sequences(samples.samples, static_cast<size_t>(microbatch), static_cast<size_t>(microbatch) + 1);
+    };
+    // Made when its input is received, before its forward is done.
+    if (rank == 1) {
+      options.sequences = [&, inner = options.sequences](int64_t microbatch) {
+        if (microbatch == 0) begun.wait();
+        return inner(microbatch);
+      };
+    }
+    statuses[rank] = catch_exceptions("the pipeline failed", [&] {
+      run_pipeline((*trainer)->model(), (*trainer)->ranks(), at::kCPU, options);
+      return absl::OkStatus();
+    });
+  });
+  for (const absl::Status& status : statuses) EXPECT_TRUE(status.ok()) << status;
 }
 
 TEST_F(ParallelTrainTest, HeadsThatCannotBeCutAreRefused) {

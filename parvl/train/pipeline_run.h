@@ -1,0 +1,39 @@
+// A step's micro batches through this rank's part of the model, in the order that the pipeline's schedule says. One
+// stage is a pipeline too: forward, backward, and nothing to send.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "parvl/base/clock.h"
+#include "parvl/plan/pipeline/schedule.h"
+#include "parvl/train/micro_batch.h"
+
+namespace parvl {
+
+// When a rank began and ended an action, on the clock that was given.
+struct ActionRecord {
+  Action action;
+  double begin = 0, end = 0;
+};
+
+struct PipelineOptions {
+  double scale = 1;        // of the loss
+  bool recompute = false;  // keep only each piece's input and run it again in the backward
+  // The step's micro batches of this replica: their images, which decide about the schedule, and how each is made when
+  // it is needed. Every one has a token to learn.
+  std::vector<std::vector<Grid>> grids;
+  std::function<std::vector<SequenceInput>(int64_t microbatch)> sequences;
+  const Clock* clock = nullptr;                // with `record`
+  std::vector<ActionRecord>* record = nullptr;  // filled, for tests and measurements
+};
+
+// Adds the micro batches' gradients into main_grad, with what is tied across stages summed, and returns the sum of their
+// scaled losses: on the last stage, zero elsewhere (a scalar on the device). All ranks of a replica call it.
+at::Tensor run_pipeline(const Model& model, const RunRanks& ranks, at::Device device, const PipelineOptions& options);
+
+// The backbone's output "hidden" [T, hidden] of one micro batch without autograd, through all stages: all rows on every
+// rank of the last one, undefined elsewhere. All ranks of the replica call it.
+at::Tensor run_stages(const Model& model, const RunRanks& ranks, const MicroBatch& batch);
+
+}  // namespace parvl
