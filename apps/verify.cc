@@ -1,6 +1,8 @@
 // parvl verify: a recipe's layout against one process.
 #include "parvl/train/verify.h"
 
+#include <absl/strings/numbers.h>
+#include <absl/strings/str_split.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -10,11 +12,13 @@
 
 #include "apps/commands.h"
 #include "apps/communicator.h"
+#include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/base/log.h"
 #include "parvl/base/signal.h"
 #include "parvl/comm/local/local_group.h"
 #include "parvl/launch/supervisor.h"
+#include "parvl/train/made_up_data.h"
 
 namespace parvl {
 namespace {
@@ -22,7 +26,7 @@ namespace {
 constexpr double kGradientBound = 1e-10, kLossBound = 1e-12;  // in float64
 
 struct VerifyFlags {
-  std::string config, dtype = "float64";
+  std::string config, model, layout, dtype = "float64";
   std::vector<std::string> overrides;
   int64_t steps = 2;
   bool ranks_as_threads = false, json = false;
@@ -41,6 +45,46 @@ class ScratchFolder {
  private:
   std::filesystem::path path_;
 };
+
+// "dp=2,tp=2;vision_encoder:dp=4" as overrides of a recipe: the backbone's degrees first, then each module's; `zero`
+// stands among the backbone's.
+absl::StatusOr<std::vector<std::string>> layout_overrides(const std::string& layout) {
+  std::vector<std::string> out;
+  for (const std::string& text : std::vector<std::string>(absl::StrSplit(layout, ';', absl::SkipWhitespace()))) {
+    const size_t colon = text.find(':');
+    const std::string module = colon == std::string::npos ? "llm_backbone" : text.substr(0, colon);
+    const std::string degrees = colon == std::string::npos ? text : text.substr(colon + 1);
+    for (const std::string& setting : std::vector<std::string>(absl::StrSplit(degrees, ','))) {
+      const std::pair<std::string, std::string> entry = absl::StrSplit(setting, absl::MaxSplits('=', 1));
+      int64_t degree = 0;
+      if (!absl::SimpleAtoi(entry.second, &degree)) {
+        return invalid("--layout '", layout, "': '", setting,
+                       "' is no degree; write dp=2,tp=2;vision_encoder:dp=4 (the backbone first, then other modules)");
+      }
+      const bool of_all = entry.first == "zero";
+      out.push_back(absl::StrCat("parallel.", of_all ? "" : module + ".", entry.first, "=", degree));
+    }
+  }
+  return out;
+}
+
+// A recipe over a model's directory with made-up samples, in `folder`.
+absl::StatusOr<std::string> made_up_recipe(const std::string& model, const std::string& folder,
+                                           const ParallelSpec& layout) {
+  PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(model));
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) return failed("cannot make ", folder, ": ", error.message());
+  const int64_t micro = 2, global = micro * layout.llm.dp * (layout.llm.pp + 1);
+  PARVL_RETURN_IF_ERROR(write_made_up_data(folder, 3 * global, spec.vision.has_value()));
+  const std::string path = folder + "/recipe.yaml";
+  const std::string absolute = std::filesystem::absolute(model).string();
+  PARVL_RETURN_IF_ERROR(write_file_atomically(
+      path, absl::StrCat("model: ", Json(absolute).dump(), "\ndata: {train: data.jsonl, micro_batch: ", micro,
+                         ", global_batch: ", global, "}\noptim: {name: sgd, lr: 1.0e-3, clip_norm: 1.0}\n",
+                         "train: {device: cpu, out: out}\n")));
+  return path;
+}
 
 TrainerEnvironment quiet_environment(const VerifyFlags& flags, const Context& context) {
   TrainerEnvironment out;
@@ -95,10 +139,20 @@ absl::Status report(const VerifyResult& result, const Recipe& recipe, const Veri
   return absl::OkStatus();
 }
 
-absl::Status run_verify(const VerifyFlags& flags, const Context& context) {
-  PARVL_ASSIGN_OR_RETURN(Recipe recipe, load_recipe(flags.config, flags.overrides));
+absl::Status run_verify(const VerifyFlags& given, const Context& context) {
   const ScratchFolder scratch;
-  recipe.train.out = scratch.path();
+  VerifyFlags flags = given;
+  if (flags.config.empty() == flags.model.empty()) return invalid("give either --config or --model");
+  PARVL_ASSIGN_OR_RETURN(const std::vector<std::string> layout, layout_overrides(flags.layout));
+  flags.overrides.insert(flags.overrides.end(), layout.begin(), layout.end());
+  if (!flags.model.empty()) {
+    PARVL_ASSIGN_OR_RETURN(flags.config, made_up_recipe(flags.model, scratch.path(), {}));
+    // How many samples a step has depends on the layout, which only a recipe can be read for.
+    PARVL_ASSIGN_OR_RETURN(const ParallelSpec spec, load_parallel(flags.config, flags.overrides));
+    PARVL_ASSIGN_OR_RETURN(flags.config, made_up_recipe(flags.model, scratch.path(), spec));
+  }
+  PARVL_ASSIGN_OR_RETURN(Recipe recipe, load_recipe(flags.config, flags.overrides));
+  recipe.train.out = scratch.path() + "/out";
   recipe.train.dtype = flags.dtype;
   PARVL_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> communicator, communicator_from_environment());
   if (recipe.parallel.world() > 1 && communicator == nullptr && !flags.ranks_as_threads) {
@@ -141,7 +195,10 @@ absl::Status run_verify(const VerifyFlags& flags, const Context& context) {
 void add_verify_command(CLI::App& app, Context& context) {
   auto flags = std::make_shared<VerifyFlags>();
   CLI::App* command = app.add_subcommand("verify", "Compares a layout's gradients, loss and steps with one process");
-  named(command->add_option("--config", flags->config, "recipe.yaml"))->required();
+  named(command->add_option("--config", flags->config, "recipe.yaml"));
+  named(command->add_option("--model", flags->model, "In place of a recipe: a model's directory, with made-up samples"));
+  command->add_option("--layout", flags->layout,
+                      "Degrees, the backbone's first: \"dp=2,tp=2;vision_encoder:dp=4\"; also zero=1");
   command->add_option("--set", flags->overrides, "key=value over the recipe, e.g. parallel.llm_backbone.dp=2");
   command->add_option("--steps", flags->steps, "Optimizer steps")->check(CLI::Range(1, 100000))->capture_default_str();
   command->add_option("--dtype", flags->dtype, "float64, float32 or bfloat16; only float64 has a bound")

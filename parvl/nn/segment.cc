@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
+#include "parvl/comm/comm_site.h"
+
 namespace parvl {
 
 Bundle Segment::run_with_graph() {
@@ -11,6 +13,7 @@ Bundle Segment::run_with_graph() {
 }
 
 Bundle Segment::forward(const Bundle& in) {
+  const CommSite site(piece_.name);
   WeightGradScope scope(queue_.get());
   if (!wants_grad()) {
     at::NoGradGuard no_grad;
@@ -35,6 +38,7 @@ Bundle Segment::forward(const Bundle& in) {
 
 Bundle Segment::backward_input(const Bundle& grad_out, bool defer_weights) {
   if (!wants_grad()) return {};
+  const CommSite backward("backward"), site(piece_.name);
   if (options_.recompute) outputs_ = run_with_graph();
   std::vector<at::Tensor> outputs, grads;
   for (const auto& [name, tensor] : outputs_.entries()) {

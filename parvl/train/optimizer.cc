@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "parvl/comm/comm_site.h"
 #include "parvl/nn/tensor_buffer.h"
 
 namespace parvl {
@@ -159,6 +160,7 @@ void Optimizer::shard() {
 }
 
 void Optimizer::unshard() {
+  const CommSite site("optimizer.unshard");
   if (!std::exchange(sharded_, false)) return;
   for (OptimGroupState& group : groups_) {
     if (group.data == nullptr) continue;
@@ -194,6 +196,7 @@ void Optimizer::sum_over_tensor_group(OptimGroupState& group) {
 }
 
 void Optimizer::reduce_grads() {
+  const CommSite site("optimizer.reduce_grads");
   for (OptimGroupState& group : groups_) {
     sum_over_tensor_group(group);
     if (group.data == nullptr) continue;
@@ -216,6 +219,7 @@ std::vector<std::string> Optimizer::states() const {
 }
 
 at::Tensor Optimizer::grad_norm() const {
+  const CommSite site("optimizer.grad_norm");
   at::Tensor square = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device_));
   for (const OptimGroupState& group : groups_) {
     const bool counted_elsewhere = group.data != nullptr && !ranks_.zero1 && group.data->rank() > 0;
@@ -227,6 +231,7 @@ at::Tensor Optimizer::grad_norm() const {
 }
 
 void Optimizer::gather_grads() {
+  const CommSite site("optimizer.gather_grads");
   for (OptimGroupState& group : groups_) {
     if (!ranks_.zero1 || group.data == nullptr) continue;
     gather_parts(group, own(group, group.grad).clone(), group.grad);
@@ -262,6 +267,7 @@ void Optimizer::step(double lr_factor) {
 
 // Each rank's part of the values to all.
 void Optimizer::share_values() {
+  const CommSite site("optimizer.share_values");
   for (OptimGroupState& group : groups_) {
     const bool one = group.value.is_same(group.master);
     if (!one) own(group, group.value).copy_(own_state(group, group.master));

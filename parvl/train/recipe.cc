@@ -146,11 +146,23 @@ absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<st
   return recipe;
 }
 
+absl::StatusOr<ParallelSpec> load_parallel(const std::string& path, const std::vector<std::string>& overrides) {
+  PARVL_ASSIGN_OR_RETURN(const ConfigNode node, load_config(path, overrides));
+  ConfigReader root(node);
+  return read_parallel(root);
+}
+
 std::vector<std::pair<std::string, std::string>> recipe_sections(const Recipe& recipe) {
   const auto join = [](const auto&... values) { return ((absl::StrCat(values) + "|") + ...); };
   const DataRecipe& data = recipe.data;
   const OptimRecipe& optim = recipe.optim;
   const TrainRecipe& train = recipe.train;
+  const ParallelSpec& parallel = recipe.parallel;
+  const ModuleLayout none{.dp = 0};
+  const auto layout = [&](const ModuleLayout& module) {
+    return join(module.dp, module.tp, module.pp, module.sp, module.ep, module.ranks, module.virtual_stages,
+                absl::StrJoin(module.stages, ","));
+  };
   std::string groups;
   for (const OptimGroup& group : optim.groups) groups += join(group.match, group.lr, group.weight_decay);
   return {{"model", join(recipe.model, recipe.config, recipe.tokenizer, recipe.seed)},
@@ -160,7 +172,9 @@ std::vector<std::pair<std::string, std::string>> recipe_sections(const Recipe& r
                          optim.momentum, optim.schedule, optim.warmup_steps, optim.clip_norm, groups)},
           {"train", join(train.steps, train.dtype, absl::StrJoin(train.freeze, ","), train.recompute, train.resume,
                          train.checkpoint_every)},
-          {"parallel", join(recipe.parallel.llm.dp, recipe.parallel.zero, recipe.parallel.schedule)}};
+          {"parallel", join(layout(parallel.llm), layout(parallel.vision_encoder.value_or(none)),
+                            layout(parallel.audio_encoder.value_or(none)), layout(parallel.projector.value_or(none)),
+                            parallel.zero, parallel.schedule)}};
 }
 
 double lr_factor(const OptimRecipe& optim, int64_t step, int64_t total_steps) {

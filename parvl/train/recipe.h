@@ -66,6 +66,8 @@ struct Recipe {
 // Reads FILE and applies `--set key=value` overrides (dotted keys, YAML values) in order. Errors name file, line and
 // key, and say what would be valid. A layout that is not built yet is Unimplemented.
 absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<std::string>& overrides);
+// Its `parallel` section alone, whatever the rest says.
+absl::StatusOr<ParallelSpec> load_parallel(const std::string& path, const std::vector<std::string>& overrides);
 
 // The recipe's sections as text, for comparing: what must be equal on all ranks of a run (not where it writes).
 std::vector<std::pair<std::string, std::string>> recipe_sections(const Recipe& recipe);

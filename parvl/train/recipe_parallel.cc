@@ -31,7 +31,7 @@ absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader module, con
   }
   if (llm != nullptr) module.integer("ranks", out.ranks, 1, kMaxDegree);
   module.integer("virtual_stages", out.virtual_stages, 1, kMaxDegree);
-  module.integer_list("stages", out.stages, 1);
+  module.integer_list("stages", out.stages, 0);
   if (out.dp * out.sp % out.ep != 0) {
     module.fail("ep", absl::StrCat("(", out.ep, ") must divide dp · sp (", out.dp * out.sp, ")"));
   }

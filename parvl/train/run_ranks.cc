@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "parvl/base/file.h"
+#include "parvl/comm/comm_site.h"
 #include "parvl/nn/tensor_buffer.h"
 
 namespace parvl {
@@ -75,6 +76,7 @@ bool RunRanks::trains(const ParamTable& params, int64_t stage) const {
 
 at::Tensor RunRanks::whole(const ParamTable& params, const Param& param, const at::Tensor& own,
                            at::TensorOptions options) const {
+  const CommSite site("whole " + param.name);
   at::Tensor out = own.defined() ? params.whole(param, own).contiguous() : at::empty(param.shape, options);
   if (stages() == 1 || param.module != Module::kBackbone) return out;
   int64_t owner = 0;

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import unittest
 
-from train_common import PARVL, Run, TrainCase
+from train_common import PARVL, ROOT, Run, TrainCase
 
 DP2 = ("data.micro_batch=1", "parallel.llm_backbone.dp=2")
 
@@ -27,25 +27,49 @@ class Parallel(TrainCase):
                 self.assertAlmostEqual(got, want, delta=1e-11)
             self.assert_whole(self.folder / f"zero{zero}" / "step-6")
 
-    def test_verify_between_processes_and_threads(self):
-        for flags in ((), ("--ranks-as-threads",)):
-            command = [str(PARVL), "verify", "--config", str(self.folder / "recipe.yaml"), "--json", *flags]
-            for setting in (*DP2, "parallel.zero=1"):
-                command += ["--set", setting]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-            self.assertEqual(done.returncode, 0, done.stderr)
-            result = json.loads(done.stdout)
-            self.assertEqual(result["ranks"], 2)
-            self.assertLess(result["max_relative_error"], 1e-10)
-            self.assertLess(result["loss_error"], 1e-12)
-            self.assertLess(result["grad_norm_error"], 1e-12)
-            self.assertIn(".", result["parameter"])
+    def verify(self, *arguments):
+        command = [str(PARVL), "verify", "--json", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        result = json.loads(done.stdout)
+        self.assertLess(result["max_relative_error"], 1e-10)
+        self.assertLess(result["loss_error"], 1e-12)
+        self.assertLess(result["grad_norm_error"], 1e-12)
+        self.assertLess(result["weight_error"], 1e-10)
+        self.assertIn(".", result["parameter"])
+        return result
+
+    def test_layouts_between_processes(self):
+        layouts = {"dp=2": 2, "dp=2,zero=1": 2, "tp=2": 2, "pp=2": 2, "dp=2,tp=2": 4, "tp=2,pp=2,zero=1": 4, "dp=2,pp=2": 4, "dp=4,zero=1": 4,
+                   "tp=2;vision_encoder:tp=2": 2, "tp=2;projector:tp=2": 2, "dp=2,tp=2,zero=1;vision_encoder:dp=2,tp=2;projector:dp=2,tp=2": 4}
+        for layout, ranks in layouts.items():
+            with self.subTest(layout=layout):
+                result = self.verify("--config", str(self.folder / "recipe.yaml"), "--set", "data.micro_batch=1", "--layout", layout)
+                self.assertEqual(result["ranks"], ranks)
+
+    def test_verify_of_a_directory(self):
+        """Without a recipe the samples are made up, and all ranks may be threads."""
+        model = ROOT / "examples" / "easy_vqa" / "model"
+        result = self.verify("--model", str(model), "--layout", "tp=2,pp=2", "--ranks-as-threads", "--steps", "1")
+        self.assertEqual(result["ranks"], 4)
+        for flags, message in ((("--model", str(model), "--config", "recipe.yaml"), "give either --config or --model"),
+                               (("--model", str(model), "--layout", "tp:2"), "is no degree; write dp=2,tp=2"),
+                               (("--model", str(model), "--layout", "tp=3"), "tp = 3 does not divide")):
+            done = subprocess.run([str(PARVL), "verify", "--ranks-as-threads", *flags], capture_output=True, text=True, timeout=60)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(message, done.stderr)
 
     def test_a_killed_rank_costs_no_step(self):
+        for name, layout in {"zero": (*DP2, "parallel.zero=1"), "tp": ("parallel.llm_backbone.tp=2",), "pp": ("parallel.llm_backbone.pp=2",)}.items():
+            with self.subTest(layout=name):
+                self.kill_a_rank(name, layout)
+
+    def kill_a_rank(self, name, layout):
         """Rank 1 is killed when step 3 is out; all start again from the newest checkpoint and end as if nothing had been."""
-        settings = (*DP2, "parallel.zero=1", "train.checkpoint_every=2")
-        whole = self.launch(*settings, "train.out=whole")
-        command = [str(PARVL), "launch", "--nproc-per-node", "2", "--max-restarts", "1", "--", *self.command(*settings, "train.out=hurt")]
+        settings = (*layout, "train.checkpoint_every=2")
+        whole_out, hurt_out = f"whole-{name}", f"hurt-{name}"
+        whole = self.launch(*settings, f"train.out={whole_out}")
+        command = [str(PARVL), "launch", "--nproc-per-node", "2", "--max-restarts", "1", "--", *self.command(*settings, f"train.out={hurt_out}")]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         lines, killed = [], False
         for line in process.stdout:
@@ -61,7 +85,7 @@ class Parallel(TrainCase):
         self.assertTrue(any(e["event"] == "resumed" for e in lines))
         losses = {e["step"]: e["loss"] for e in lines if e["event"] == "step"}  # of a repeated step the later one
         self.assertEqual([losses[step] for step in whole.steps()], whole.losses())
-        self.same_state(self.folder / "whole" / "step-6", self.folder / "hurt" / "step-6")
+        self.same_state(self.folder / whole_out / "step-6", self.folder / hurt_out / "step-6")
 
     def rank_pid(self, launcher, rank):
         for entry in os.listdir("/proc"):

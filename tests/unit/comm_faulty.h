@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -112,7 +111,6 @@ class FaultyGroup : public ProcessGroup {
   void put(const Buffer& buffer, const std::vector<double>& own) {
     auto* data = static_cast<double*>(buffer.data);
     const std::vector<double> right = copy(buffer);
-    std::vector<double>& last = last_[buffer.count];
     for (size_t i = 0; i < right.size(); ++i) {
       switch (fault_.effect) {
         case Fault::kOwn:
@@ -129,17 +127,17 @@ class FaultyGroup : public ProcessGroup {
           data[i] = 0;
           break;
         case Fault::kStale:
-          data[i] = last.empty() ? right[i] : last[i];
+          data[i] = last_.empty() ? right[i] : last_[i % last_.size()];
           break;
       }
     }
-    last = right;
+    if (!right.empty()) last_ = right;
   }
 
   std::unique_ptr<ProcessGroup> inner_;
   const Fault& fault_;
   std::atomic<int>& applied_;
-  std::map<int64_t, std::vector<double>> last_;  // by count
+  std::vector<double> last_;
 };
 
 class FaultyCommunicator : public Communicator {
@@ -149,6 +147,7 @@ class FaultyCommunicator : public Communicator {
       : inner_(inner), fault_(fault), applied_(applied) {}
   int64_t rank() const override { return inner_.rank(); }
   int64_t world() const override { return inner_.world(); }
+  std::unique_ptr<Store> make_store() override { return inner_.make_store(); }
   absl::StatusOr<std::unique_ptr<ProcessGroup>> join(const GroupSpec& group) override {
     PARVL_ASSIGN_OR_RETURN(std::unique_ptr<ProcessGroup> out, inner_.join(group));
     std::string kind = group.name;  // "llm_backbone.pp[0].1>2" without the number

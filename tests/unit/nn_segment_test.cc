@@ -124,7 +124,7 @@ TEST(Segment, RecomputeOfFewRowsChangesNoBit) {
     for (int64_t rows = 1; rows <= 5; ++rows) {
       SCOPED_TRACE(::testing::Message() << at::toString(type) << ", " << rows << " rows");
       ParamTable table;
-      const Linear layer = make_linear(table, Module::kBackbone, "l", 133, 50, true, Split::kNone);
+      const Linear layer = make_linear(table, Module::kBackbone, "l", 133, 50, true, {Split::kNone});
       table.allocate(type, at::kCPU);
       table.initialise(1, 1);
       for (Param* param : table.owned()) param->main_grad = at::zeros(param->shape, at::kFloat);
@@ -215,12 +215,14 @@ TEST(Segment, OutputsWithoutAGradientCountAsZero) {
   for (Param* param : f.table.owned()) EXPECT_EQ(param->main_grad.abs().max().item<double>(), 0) << param->name;
   Segment nothing(f.piece(), {});
   nothing.forward(f.inputs());
-  EXPECT_TRUE(nothing.backward_input({}).empty());
+  const Bundle zero = nothing.backward_input({});
+  ASSERT_FALSE(zero.empty());  // so that ranks with and without samples of a kind make the same calls
+  for (const auto& [name, tensor] : zero.entries()) EXPECT_EQ(tensor.abs().max().item<double>(), 0) << name;
 }
 
 TEST(ParamTable, NamesOrderAndKinds) {
   ParamTable table;
-  Param* matrix = table.add(Module::kVisionEncoder, "a.weight", {3, 5}, Init::kNormal, {"tp", 1});
+  Param* matrix = table.add(Module::kVisionEncoder, "a.weight", {3, 5}, Init::kNormal, {.dim = 1});
   Param* vector = table.add(Module::kProjector, "b", {7}, Init::kOnes);
   EXPECT_EQ(matrix->name, "vision_encoder.a.weight");
   EXPECT_EQ(vector->name, "projector.b");
