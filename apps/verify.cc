@@ -196,7 +196,8 @@ void add_verify_command(CLI::App& app, Context& context) {
   auto flags = std::make_shared<VerifyFlags>();
   CLI::App* command = app.add_subcommand("verify", "Compares a layout's gradients, loss and steps with one process");
   named(command->add_option("--config", flags->config, "recipe.yaml"));
-  named(command->add_option("--model", flags->model, "In place of a recipe: a model's directory, with made-up samples"));
+  named(
+      command->add_option("--model", flags->model, "In place of a recipe: a model's directory, with made-up samples"));
   command->add_option("--layout", flags->layout,
                       "Degrees, the backbone's first: \"dp=2,tp=2;vision_encoder:dp=4\"; also zero=1");
   command->add_option("--set", flags->overrides, "key=value over the recipe, e.g. parallel.llm_backbone.dp=2");

@@ -15,8 +15,9 @@ namespace parvl {
 // unknown type, or a tensor that no parameter takes, is an error naming it.
 absl::StatusOr<std::vector<StoredTensor>> match_weights(const Model& model, const std::string& dir);
 
-// Fills the model's allocated parameters, those of this rank (value, and master where that is its own tensor) from DIR, converting dtypes;
-// on return they are there. `progress` hears how many of how many bytes of the files are read, after each tensor.
+// Fills the model's allocated parameters, those of this rank (value, and master where that is its own tensor) from DIR,
+// converting dtypes; on return they are there. `progress` hears how many of how many bytes of the files are read, after
+// each tensor.
 absl::Status load_weights(Model& model, const std::string& dir,
                           const std::function<void(int64_t done, int64_t total)>& progress = {});
 

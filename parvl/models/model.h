@@ -46,7 +46,8 @@ class VisionEncoder {
   virtual VisionBatch batch(const std::vector<Grid>& grids, at::Device device) const = 0;
   // Of the whole batch; with the encoder cut over ranks "features" are this rank's rows of it.
   virtual std::vector<Piece> pieces(const VisionBatch& batch) const = 0;
-  // VisionBatch's `raster` by itself; empty: the encoder's order is the raster order. No image's rows lie among another's.
+  // VisionBatch's `raster` by itself; empty: the encoder's order is the raster order. No image's rows lie among
+  // another's.
   virtual std::vector<int64_t> raster(const std::vector<Grid>&) const { return {}; }
 };
 
@@ -80,8 +81,8 @@ class Backbone {
  public:
   virtual ~Backbone() = default;
   virtual std::vector<Piece> pieces(const BackboneBatch& batch) const = 0;
-  // Final norm and loss over `rows` (int64 [R], those of T = `tokens` positions that predict) with `targets` (int64 [R]);
-  // see head_loss.
+  // Final norm and loss over `rows` (int64 [R], those of T = `tokens` positions that predict) with `targets` (int64
+  // [R]); see head_loss.
   virtual Piece loss_piece(int64_t tokens, at::Tensor rows, at::Tensor targets, double scale) const = 0;
   // Final norm and logits [R, V] of rows of "hidden", in the compute dtype. No autograd. Every rank gives
   // the same rows and gets all logits.

@@ -125,7 +125,8 @@ PatchEmbed make_patch_embed(ParamTable& params, const VisionSpec& spec) {
 
 Piece PatchEmbed::piece(const at::Tensor& order) const {
   return {"vision_encoder.patch_embed", {"vision_encoder.patch_embed."}, [this, order](const Bundle& in) {
-            const at::Tensor pixels = in.at("pixels"), ordered = order.defined() ? pixels.index_select(0, order) : pixels;
+            const at::Tensor pixels = in.at("pixels"),
+                             ordered = order.defined() ? pixels.index_select(0, order) : pixels;
             const at::Tensor own = ranks->own_rows(ordered, ranks->split(ordered.size(0), row_unit));
             return Bundle{{"features", linear(own, *weight, nullptr)}};
           }};
@@ -139,13 +140,14 @@ VisionBlock make_vision_block(ParamTable& params, const VisionSpec& spec, int64_
   block.row_unit = spec.merge * spec.merge;
   block.heads = spec.heads;
   block.attn_norm = make_norm(params, m, prefix + "attn_norm", spec.hidden, 1e-6, layer_norm);
-  block.qkv =
-      make_linear(params, m, prefix + "attn.qkv", spec.hidden, 3 * spec.hidden, true, {Split::kColumn, spec.heads, /*blocks=*/3});
+  block.qkv = make_linear(params, m, prefix + "attn.qkv", spec.hidden, 3 * spec.hidden, true,
+                          {Split::kColumn, spec.heads, /*blocks=*/3});
   block.out = make_linear(params, m, prefix + "attn.out", spec.hidden, spec.hidden, true, {Split::kRow, spec.heads});
   block.mlp_norm = make_norm(params, m, prefix + "mlp_norm", spec.hidden, 1e-6, layer_norm);
   block.mlp.activation = spec.activation;
   if (gated)
-    block.mlp.gate = make_linear(params, m, prefix + "mlp.gate", spec.hidden, spec.intermediate, true, {Split::kColumn});
+    block.mlp.gate =
+        make_linear(params, m, prefix + "mlp.gate", spec.hidden, spec.intermediate, true, {Split::kColumn});
   block.mlp.up = make_linear(params, m, prefix + "mlp.up", spec.hidden, spec.intermediate, true, {Split::kColumn});
   block.mlp.down = make_linear(params, m, prefix + "mlp.down", spec.intermediate, spec.hidden, true, {Split::kRow});
   return block;

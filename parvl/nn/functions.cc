@@ -246,21 +246,6 @@ struct RotaryFn : Function<RotaryFn> {
 // Chunks of rows such that one chunk's logits stay near 64 MB in float32.
 int64_t rows_a_chunk(int64_t vocab) { return std::max<int64_t>(1, (int64_t{16} << 20) / vocab); }
 
-// log softmax of rows whose vocabulary is cut over ranks: rank r has logits [rows, V_r], the first of which is `begin`.
-// Gives log-probabilities of the own part and, per row, of the target.
-std::pair<at::Tensor, at::Tensor> cut_log_softmax(const at::Tensor& logits, const at::Tensor& targets, int64_t begin,
-                                                  const TensorParallel& ranks) {
-  const at::Tensor largest = logits.amax({1}, /*keepdim=*/true);
-  ranks.reduce(largest, ReduceOp::kMax);
-  const at::Tensor shifted = logits - largest;
-  const at::Tensor inside = at::logical_and(targets.ge(begin), targets.lt(begin + logits.size(1)));
-  const at::Tensor here = shifted.gather(1, (targets - begin).clamp(0, logits.size(1) - 1)).mul_(inside);
-  const at::Tensor sums = at::stack({shifted.exp().sum(1, /*keepdim=*/true), here});  // of exponentials; the target's
-  ranks.reduce(sums, ReduceOp::kSum);
-  const at::Tensor log_sum = sums[0].log();
-  return {shifted - log_sum, sums[1] - log_sum};
-}
-
 struct HeadLossFn : Function<HeadLossFn> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_RI, const at::Tensor& /*anchor*/,
                             int64_t weight_ptr, const at::Tensor& targets_R, double scale, int64_t queue, bool keep,
@@ -282,7 +267,7 @@ struct HeadLossFn : Function<HeadLossFn> {
         log_probs = at::log_softmax(logits, 1);
         of_targets = log_probs.gather(1, targets);
       } else {
-        std::tie(log_probs, of_targets) = cut_log_softmax(logits, targets, begin_id, ranks);
+        std::tie(log_probs, of_targets) = ranks.log_softmax(logits, targets, begin_id);
       }
       loss.sub_(of_targets.sum());
       if (!keep) continue;

@@ -58,8 +58,8 @@ at::Tensor add_bias(const at::Tensor& x_TO, const Param& bias);
 // The same input against several weights (queries, keys and values, say); equal to calls of `linear`, but quicker for a
 // few rows without a graph.
 std::vector<at::Tensor> linears(const at::Tensor& x_TI, absl::Span<const LinearWeights> weights);
-// Rows of `table` [V, O]. `ids_T` int64. With `table` cut over `ranks` by the vocabulary: of the T rows this rank's part
-// of `rows`.
+// Rows of `table` [V, O]. `ids_T` int64. With `table` cut over `ranks` by the vocabulary: of the T rows this rank's
+// part of `rows`.
 at::Tensor embedding(const at::Tensor& ids_T, const Param& table, const TensorParallel& ranks = {},
                      const RowSplit& rows = {});
 // x / sqrt(mean(x²) + eps) · w over the last dim (Zhang & Sennrich, "Root mean square layer normalization", 2019).
@@ -75,8 +75,8 @@ at::Tensor rotary(const at::Tensor& x_TND, const at::Tensor& cos_TF, const at::T
 // scale · Σ over rows of −log softmax(x · wᵀ)[target], a scalar in float32 (float64 for float64 inputs). Works through
 // the rows in chunks, so that beside the logits' gradient in the compute dtype no [rows, V] tensor exists. `targets_R`
 // int64. No rows: a zero that still has the graph. With `weight` cut over `ranks` by the vocabulary each computes the
-// logits of its own part; of these only the rows' maxima and sums are exchanged (Megatron's "vocab parallel" loss), every
-// rank gets the whole loss, and the gradient of x is a part of the sum over ranks.
+// logits of its own part; of these only the rows' maxima and sums are exchanged (Megatron's "vocab parallel" loss),
+// every rank gets the whole loss, and the gradient of x is a part of the sum over ranks.
 at::Tensor head_loss(const at::Tensor& x_RI, const Param& weight, const at::Tensor& targets_R, double scale,
                      const TensorParallel& ranks = {});
 

@@ -8,13 +8,16 @@ namespace parvl {
 Linear make_linear(ParamTable& params, Module module, const std::string& name, int64_t in, int64_t out, bool bias,
                    Split split) {
   const int64_t cut = split.kind == Split::kRow ? in : out;
-  const Shard shard{split.kind == Split::kNone ? -1 : split.kind == Split::kRow ? 1 : 0, split.blocks,
-                    split.units > 0 ? split.units : cut / split.blocks, split.copies};
+  const Shard shard{split.kind == Split::kNone  ? -1
+                    : split.kind == Split::kRow ? 1
+                                                : 0,
+                    split.blocks, split.units > 0 ? split.units : cut / split.blocks, split.copies};
   Linear linear;
   linear.weight = params.add(module, name + ".weight", {out, in}, Init::kNormal, shard);
   if (bias) {
     // One that is cut by its inputs adds its bias once, after the sum over ranks, so it is whole on each.
-    linear.bias = params.add(module, name + ".bias", {out}, Init::kZeros, split.kind == Split::kColumn ? shard : Shard{});
+    linear.bias =
+        params.add(module, name + ".bias", {out}, Init::kZeros, split.kind == Split::kColumn ? shard : Shard{});
   }
   return linear;
 }
@@ -86,8 +89,10 @@ DecoderLayer make_decoder_layer(ParamTable& params, const BackboneSpec& spec, in
   const int64_t h = spec.hidden, q_out = spec.heads * spec.head_dim, kv_out = spec.kv_heads * spec.head_dim;
   layer.attn_norm = make_norm(params, m, prefix + "attn_norm", h, spec.norm_eps, false);
   layer.q = make_linear(params, m, prefix + "attn.q", h, q_out, spec.qkv_bias, {Split::kColumn, spec.heads});
-  layer.k = make_linear(params, m, prefix + "attn.k", h, kv_out, spec.qkv_bias, {Split::kColumn, spec.kv_heads, 1, /*copies=*/true});
-  layer.v = make_linear(params, m, prefix + "attn.v", h, kv_out, spec.qkv_bias, {Split::kColumn, spec.kv_heads, 1, /*copies=*/true});
+  layer.k = make_linear(params, m, prefix + "attn.k", h, kv_out, spec.qkv_bias,
+                        {Split::kColumn, spec.kv_heads, 1, /*copies=*/true});
+  layer.v = make_linear(params, m, prefix + "attn.v", h, kv_out, spec.qkv_bias,
+                        {Split::kColumn, spec.kv_heads, 1, /*copies=*/true});
   layer.out = make_linear(params, m, prefix + "attn.out", q_out, h, spec.out_bias, {Split::kRow, spec.heads});
   layer.mlp_norm = make_norm(params, m, prefix + "mlp_norm", h, spec.norm_eps, false);
   layer.mlp.gate = make_linear(params, m, prefix + "mlp.gate", h, spec.intermediate, spec.mlp_bias, {Split::kColumn});

@@ -27,8 +27,8 @@ enum class Init { kNormal, kOnes, kZeros };
 struct Shard {
   int dim = -1;    // of the global shape that is cut; -1: none
   int blocks = 1;  // equal parts of the dim that are each cut: 3 for rows that are queries, then keys, then values
-  // What a cut may not go through, as so many equal parts of a block: heads. 0: any row may be the border, and parts may
-  // differ by one (the vocabulary).
+  // What a cut may not go through, as so many equal parts of a block: heads. 0: any row may be the border, and parts
+  // may differ by one (the vocabulary).
   int64_t units = 0;
   bool copies = false;  // with more ranks than units several have the same one (key and value heads)
 
@@ -60,7 +60,7 @@ struct Param {
 
   bool trainable() const { return main_grad.defined(); }
   bool is_matrix() const { return shape.size() >= 2; }  // weight decay applies to these
-  int64_t numel() const;  // global
+  int64_t numel() const;                                // global
   std::vector<int64_t> part_shape() const;
   int64_t part_numel() const;
   // Where part `index` lies in the cut dim of one block, as first and last + 1.

@@ -1,4 +1,5 @@
-// How the rows of a packed batch lie on the ranks of a group: rank r holds counts[r] of them, after those of rank r − 1.
+// How the rows of a packed batch lie on the ranks of a group: rank r holds counts[r] of them, after those of rank r
+// − 1.
 #pragma once
 
 #include <algorithm>

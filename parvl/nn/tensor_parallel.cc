@@ -97,6 +97,20 @@ at::Tensor TensorParallel::own_rows(const at::Tensor& all_RH, const RowSplit& ro
   return all_RH.narrow(0, rows.begin(rank()), rows.counts[static_cast<size_t>(rank())]);
 }
 
+std::pair<at::Tensor, at::Tensor> TensorParallel::log_softmax(const at::Tensor& own_RV, const at::Tensor& targets_R1,
+                                                              int64_t begin) const {
+  const int64_t columns = own_RV.size(1);
+  const at::Tensor largest = own_RV.amax({1}, /*keepdim=*/true);
+  reduce(largest, ReduceOp::kMax);
+  const at::Tensor shifted = own_RV - largest, at = targets_R1 - begin;
+  const at::Tensor here = at::logical_and(at.ge(0), at.lt(columns));
+  const at::Tensor of_target = shifted.gather(1, at.clamp(0, columns - 1)).mul_(here);
+  const at::Tensor sums = at::stack({shifted.exp().sum(1, /*keepdim=*/true), of_target});  // over all columns
+  reduce(sums, ReduceOp::kSum);
+  const at::Tensor log_sum = sums[0].log();
+  return {shifted - log_sum, sums[1] - log_sum};
+}
+
 void TensorParallel::reduce(const at::Tensor& values, ReduceOp op) const {
   if (!alone()) wait(group_->all_reduce(buffer_of(values), op));
 }

@@ -9,6 +9,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 #include "parvl/comm/process_group.h"
 #include "parvl/nn/row_split.h"
 
@@ -33,6 +35,11 @@ class TensorParallel {
   at::Tensor sum_rows(const at::Tensor& part_RH, const RowSplit& rows) const;
   // This rank's rows of what every rank has.
   at::Tensor own_rows(const at::Tensor& all_RH, const RowSplit& rows) const;
+  // The logarithm of softmax over columns that are cut: this rank has [R, V_r] of them, from column `begin` on. Gives
+  // that of its own columns, and [R, 1] of each row's target (int64 [R, 1], a column of any rank). No autograd; not
+  // alone.
+  std::pair<at::Tensor, at::Tensor> log_softmax(const at::Tensor& own_RV, const at::Tensor& targets_R1,
+                                                int64_t begin) const;
   // Sum or maximum over the ranks, in place. No autograd.
   void reduce(const at::Tensor& values, ReduceOp op) const;
 

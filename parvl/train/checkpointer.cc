@@ -80,9 +80,9 @@ absl::Status save_optimizer(const std::string& path, const CheckpointContents& c
   if (write) writer = begin_file(path, tensors, dtype);
   absl::Status status = writer.status();
   for (const StateTensor& tensor : tensors) {
-    const at::Tensor whole = contents.ranks->whole(
-        params, *tensor.param, tensor.part,
-        at::TensorOptions().dtype(to_scalar_type(dtype)).device(contents.optimizer->device()));
+    const at::Tensor whole =
+        contents.ranks->whole(params, *tensor.param, tensor.part,
+                              at::TensorOptions().dtype(to_scalar_type(dtype)).device(contents.optimizer->device()));
     if (!write || !status.ok()) continue;
     const at::Tensor data = whole.to(at::kCPU).contiguous();
     status = (*writer)->append(data.data_ptr(), data.nbytes());
@@ -98,7 +98,8 @@ absl::Status load_optimizer(const std::string& path, const ParamTable& params, O
   for (const TensorEntry& entry : entries) by_name[entry.name] = &entry;
   for (const StateTensor& tensor : optimizer_tensors(params, optimizer)) {
     const auto found = by_name.find(tensor.name);
-    if (found == by_name.end()) return invalid(path, " lacks '", tensor.name, "'; the checkpoint is of another optimizer");
+    if (found == by_name.end())
+      return invalid(path, " lacks '", tensor.name, "'; the checkpoint is of another optimizer");
     const TensorEntry& entry = *found->second;
     if (entry.shape != tensor.param->shape || entry.dtype != safetensors_dtype(dtype)) {
       return invalid(path, ": '", tensor.name, "' has another shape or type than this run's");
@@ -260,7 +261,8 @@ absl::StatusOr<std::string> save_checkpoint(const std::string& out, DType dtype,
   if (status.ok() && !contents.ranks->is_first()) return final_dir;
   if (status.ok()) status = sync_directory(out);
   std::error_code error;
-  if (contents.ranks->is_first()) fs::remove_all(temporary, error);  // after a failure the new one, else the one that was replaced
+  if (contents.ranks->is_first())
+    fs::remove_all(temporary, error);  // after a failure the new one, else the one that was replaced
   if (!status.ok()) return with_context(status, absl::StrCat("the checkpoint of step ", step, " was not saved"));
   return final_dir;
 }

@@ -53,9 +53,8 @@ Piece exchange_piece(const MicroBatch& batch, at::Device device) {
 
 bool has_trained_params(const ParamTable& params, const Piece& piece) {
   return std::any_of(params.all().begin(), params.all().end(), [&](const auto& param) {
-    return param->trains && std::any_of(piece.owns.begin(), piece.owns.end(), [&](const std::string& prefix) {
-             return param->name.rfind(prefix, 0) == 0;
-           });
+    return param->trains && std::any_of(piece.owns.begin(), piece.owns.end(),
+                                        [&](const std::string& prefix) { return param->name.rfind(prefix, 0) == 0; });
   });
 }
 

@@ -34,7 +34,8 @@ Piece exchange_piece(const MicroBatch& batch, at::Device device);
 bool has_trained_params(const ParamTable& params, const Piece& piece);
 
 // Pieces in the order of the forward, with what each needs a graph for. That follows from the freeze plan alone, so a
-// rank without images has the same borders as the others, and frozen modules before the first trained one keep no graph.
+// rank without images has the same borders as the others, and frozen modules before the first trained one keep no
+// graph.
 class SegmentList {
  public:
   // `recompute` keeps only each piece's input and runs it again in the backward. `params` is borrowed.

@@ -127,8 +127,9 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
     }
     const auto [lr, weight_decay] = settings(params, *param, recipe.optim);
     const bool counts = !ranks.counts || ranks.counts(*param);
-    auto [it, added] = index.emplace(
-        std::tuple(param->module, lr, weight_decay, param->part.count, param->part.copies, counts), optimizer->groups_.size());
+    auto [it, added] =
+        index.emplace(std::tuple(param->module, lr, weight_decay, param->part.count, param->part.copies, counts),
+                      optimizer->groups_.size());
     if (added) {
       optimizer->groups_.emplace_back();
       optimizer->groups_.back().lr = lr;
@@ -224,7 +225,8 @@ at::Tensor Optimizer::grad_norm() const {
   for (const OptimGroupState& group : groups_) {
     const bool counted_elsewhere = group.data != nullptr && !ranks_.zero1 && group.data->rank() > 0;
     if (!group.counts || counted_elsewhere) continue;
-    square.add_(at::linalg_vector_norm(own(group, group.grad), 2, at::OptionalIntArrayRef{}, false, at::kDouble).square());
+    square.add_(
+        at::linalg_vector_norm(own(group, group.grad), 2, at::OptionalIntArrayRef{}, false, at::kDouble).square());
   }
   if (ranks_.sum) ranks_.sum(square);
   return square.sqrt();

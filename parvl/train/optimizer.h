@@ -43,8 +43,8 @@ struct OptimGroupState {
 struct OptimizerRanks {
   std::function<ProcessGroup*(Module)> data;  // null, or gives null: only here. Borrowed
   bool zero1 = false;
-  // Whether a parameter's part counts on this rank of a data group, the same on all of these; and a sum over all ranks of
-  // a scalar, in place. Empty: here alone.
+  // Whether a parameter's part counts on this rank of a data group, the same on all of these; and a sum over all ranks
+  // of a scalar, in place. Empty: here alone.
   std::function<bool(const Param&)> counts;
   std::function<void(const at::Tensor&)> sum;
 };
@@ -71,7 +71,8 @@ class Optimizer {
   void reduce_grads();
   // All gradients on every rank also with ZeRO-1, to look at them. After reduce_grads, by all ranks.
   void gather_grads();
-  // √Σ gradient², each element of the model once, as a scalar on the device (float64). After reduce_grads, by all ranks.
+  // √Σ gradient², each element of the model once, as a scalar on the device (float64). After reduce_grads, by all
+  // ranks.
   at::Tensor grad_norm() const;
   void scale_grads(double factor);
   // One update with learning rates times `lr_factor`, then the values are refreshed from the masters.

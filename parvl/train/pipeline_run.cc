@@ -65,8 +65,8 @@ class StageMessages {
 struct Live {
   MicroBatch batch;
   std::vector<Segment> encoder, exchange, stage;
-  Bundle features;        // what the encoder's part gave
-  Bundle in, out, grad;   // of the stage: its input, its output, and the gradient that comes or goes
+  Bundle features;       // what the encoder's part gave
+  Bundle in, out, grad;  // of the stage: its input, its output, and the gradient that comes or goes
   Bundle features_grad;
   bool stage_is_done = false;
 };
@@ -167,8 +167,8 @@ class PipelineRun {
       case ActionKind::kExchange:
         return exchange(live, action.microbatch, action.payload);
       case ActionKind::kReduceTied:
-        return wait(ranks_.tied()->all_reduce(
-            buffer_of(model_.params().find("llm_backbone.embed.weight")->main_grad), ReduceOp::kSum));
+        return wait(ranks_.tied()->all_reduce(buffer_of(model_.params().find("llm_backbone.embed.weight")->main_grad),
+                                              ReduceOp::kSum));
       case ActionKind::kRelease:
         return release(live, action.microbatch, encoder);
       case ActionKind::kBackwardInput:

@@ -24,12 +24,12 @@ struct PipelineOptions {
   // it is needed. Every one has a token to learn.
   std::vector<std::vector<Grid>> grids;
   std::function<std::vector<SequenceInput>(int64_t microbatch)> sequences;
-  const Clock* clock = nullptr;                // with `record`
+  const Clock* clock = nullptr;                 // with `record`
   std::vector<ActionRecord>* record = nullptr;  // filled, for tests and measurements
 };
 
-// Adds the micro batches' gradients into main_grad, with what is tied across stages summed, and returns the sum of their
-// scaled losses: on the last stage, zero elsewhere (a scalar on the device). All ranks of a replica call it.
+// Adds the micro batches' gradients into main_grad, with what is tied across stages summed, and returns the sum of
+// their scaled losses: on the last stage, zero elsewhere (a scalar on the device). All ranks of a replica call it.
 at::Tensor run_pipeline(const Model& model, const RunRanks& ranks, at::Device device, const PipelineOptions& options);
 
 // The backbone's output "hidden" [T, hidden] of one micro batch without autograd, through all stages: all rows on every

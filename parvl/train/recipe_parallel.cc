@@ -50,7 +50,8 @@ absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader module, con
   }
   PARVL_RETURN_IF_ERROR(module.finish());
   for (const auto& [key, value] : degrees) {
-    if (*value != 1 && std::string(key) != "dp" && std::string(key) != "tp" && !(llm == nullptr && std::string(key) == "pp"))
+    if (*value != 1 && std::string(key) != "dp" && std::string(key) != "tp" &&
+        !(llm == nullptr && std::string(key) == "pp"))
       checker.note(module.where(key), absl::StrCat("= ", *value), "leave it out or set it to 1");
   }
   if (out.ranks > 0) checker.note(module.where("ranks"), absl::StrCat("= ", out.ranks), "leave it out");

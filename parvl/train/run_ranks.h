@@ -48,10 +48,13 @@ class RunRanks {
   bool holds(const Param& param, int64_t stage) const;
   bool trains(const ParamTable& params, int64_t stage) const;
   // One rank of each replica: the one whose loss counts.
-  bool counts_loss() const { return part().head && (tensor(Module::kBackbone) == nullptr || tensor(Module::kBackbone)->rank() == 0); }
+  bool counts_loss() const {
+    return part().head && (tensor(Module::kBackbone) == nullptr || tensor(Module::kBackbone)->rank() == 0);
+  }
   // A whole tensor of the parameter's global shape, on every rank of the replica, which all call it. `own`: this rank's
   // part; undefined where it has none.
-  at::Tensor whole(const ParamTable& params, const Param& param, const at::Tensor& own, at::TensorOptions options) const;
+  at::Tensor whole(const ParamTable& params, const Param& param, const at::Tensor& own,
+                   at::TensorOptions options) const;
   // Sums a scalar of float64 over all ranks, in place. Throws.
   void sum(const at::Tensor& value) const;
   // Whether this rank is the first of those that hold the same part of a parameter for the same samples. (Which of the

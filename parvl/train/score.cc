@@ -15,8 +15,8 @@ struct Sums {
   double loss = 0, targets = 0, samples = 0, right = 0;
 };
 
-absl::StatusOr<std::vector<Prompt>> prepare(const Dataset& data, const PromptBuilder& prompts, int64_t begin, int64_t end,
-                                            const ScoreOptions& options) {
+absl::StatusOr<std::vector<Prompt>> prepare(const Dataset& data, const PromptBuilder& prompts, int64_t begin,
+                                            int64_t end, const ScoreOptions& options) {
   std::vector<Prompt> out;
   for (int64_t i = begin; i < end; ++i) {
     const PrepareOptions prepare{.max_length = options.max_length};

@@ -12,8 +12,8 @@ namespace parvl {
 struct ScoreOptions {
   int64_t batch = 16;
   int64_t max_length = 0;
-  int64_t limit = 0;             // samples; 0: all
-  ImageCache* images = nullptr;  // decoded images, as several samples may share one; borrowed, may be null
+  int64_t limit = 0;                     // samples; 0: all
+  ImageCache* images = nullptr;          // decoded images, as several samples may share one; borrowed, may be null
   std::function<bool()> stop_requested;  // asked after every batch; true: leave with Cancelled
   // The batches are dealt out over the replicas of these ranks, which all call it and ask `stop_requested` as often;
   // every rank gets the whole score. Null: alone.

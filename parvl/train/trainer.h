@@ -38,8 +38,8 @@ struct TrainerEnvironment {
       record;  // an object an event (step, saved, eval, resumed), for machines; may be empty
   bool terminal = false;
   int columns = 80;
-  int loader_threads = 0;                // that decode images; 0: half of the cores. Changes no result
-  Communicator* communicator = nullptr;  // to the run's other ranks; null: there are none
+  int loader_threads = 0;                        // that decode images; 0: half of the cores. Changes no result
+  Communicator* communicator = nullptr;          // to the run's other ranks; null: there are none
   std::vector<ActionRecord>* actions = nullptr;  // every action of this rank's pipeline is added, for measurements
 };
 

@@ -222,7 +222,8 @@ TEST_F(RecipeTest, LayoutsThatAreNotBuiltYetSaySo) {
       {"parallel.llm_backbone={dp: 2, ep: 2}", "'parallel.llm_backbone.ep' = 2 is not available yet"},
       {"parallel.vision_encoder={dp: 2, ranks: 2}", "'parallel.vision_encoder.ranks' = 2 is not available yet"},
       {"parallel.vision_encoder.ranks=1", "'parallel.vision_encoder.ranks' = 1 is not available yet"},
-      {"parallel={llm_backbone: {dp: 2}, vision_encoder: {pp: 2}}", "'parallel.vision_encoder.pp' = 2 is not available yet"},
+      {"parallel={llm_backbone: {dp: 2}, vision_encoder: {pp: 2}}",
+       "'parallel.vision_encoder.pp' = 2 is not available yet"},
       {"parallel.llm_backbone.virtual_stages=2", "'parallel.llm_backbone.virtual_stages' = 2 is not available yet"},
       {"parallel.zero=2", "'parallel.zero' = 2 is not available yet; set it to 0 or 1"},
       {"parallel.schedule=zero-bubble", "'parallel.schedule' = zero-bubble is not available yet"},
@@ -243,8 +244,9 @@ TEST_F(RecipeTest, TensorParallelLayoutsAreRead) {
   ASSERT_TRUE(recipe.ok()) << recipe.status();
   EXPECT_EQ(recipe->parallel.llm.tp, 2);
   EXPECT_EQ(recipe->parallel.projector->tp, 2);
-  EXPECT_THAT(error(kSmallest, {"parallel.llm={tp: 2, dp: 2}", "parallel.vision_encoder.tp=4"}),
-              HasSubstr("'parallel.vision_encoder.tp' (4) must divide llm_backbone.tp (2): the ranks that it is cut over"));
+  EXPECT_THAT(
+      error(kSmallest, {"parallel.llm={tp: 2, dp: 2}", "parallel.vision_encoder.tp=4"}),
+      HasSubstr("'parallel.vision_encoder.tp' (4) must divide llm_backbone.tp (2): the ranks that it is cut over"));
 }
 
 TEST_F(RecipeTest, PipelinesAreRead) {

@@ -67,9 +67,7 @@ TEST_F(BackpropTest, GradientsFollowFiniteDifferences) {
   options.scale = 1.0 / static_cast<double>(pack(trainer->model(), sequences, at::kCPU).num_targets);
   options.grids = {grids_of(sequences)};
   options.sequences = [&](int64_t) { return sequences; };
-  const auto loss = [&] {
-    return run_pipeline(trainer->model(), trainer->ranks(), at::kCPU, options).item<double>();
-  };
+  const auto loss = [&] { return run_pipeline(trainer->model(), trainer->ranks(), at::kCPU, options).item<double>(); };
   loss();
   const auto slopes = gradients(*trainer);
   for (const Param* param : trainer->model().params().owned()) {

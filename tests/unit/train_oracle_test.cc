@@ -59,7 +59,8 @@ bool allowed(const CoverRow& row) {
   const Choices c(row);
   const bool cut = c["encoder"] == "tp2" || c["projector"] == "tp2";
   if (cut && (c.number("tp") == 1 || !c.has_vision())) return false;
-  if (!c.has_vision() && (c["data"] == "mixed" || c["data"] == "one image" || absl::StrContains(c["frozen"], "encoder")))
+  if (!c.has_vision() &&
+      (c["data"] == "mixed" || c["data"] == "one image" || absl::StrContains(c["frozen"], "encoder")))
     return false;
   if (c.number("pp") == 1 && c["stages"] == "given") return false;
   const int64_t ranks = c.number("tp") * c.number("dp") * c.number("pp");
@@ -142,13 +143,13 @@ class OracleTest : public TrainFixture {
     }
   }
 
-
   ParallelSpec layout(const Choices& c) const {
     ParallelSpec out;
     out.llm.tp = c.number("tp");
     out.llm.dp = c.number("dp");
     out.llm.pp = c.number("pp");
-    if (c["stages"] == "given") out.llm.stages = out.llm.pp == 2 ? std::vector<int64_t>{3, 0} : std::vector<int64_t>{0, 2, 1};
+    if (c["stages"] == "given")
+      out.llm.stages = out.llm.pp == 2 ? std::vector<int64_t>{3, 0} : std::vector<int64_t>{0, 2, 1};
     out.zero = c.number("zero");
     const int64_t ranks = out.llm.product();
     if (c["encoder"] == "tp2") out.vision_encoder = ModuleLayout{.dp = ranks / 2, .tp = 2};
@@ -185,10 +186,11 @@ std::string violation(const std::vector<absl::StatusOr<VerifyRun>>& runs, const 
   if (!failures.empty()) return absl::StrJoin(failures, "\n");
   for (const auto& run : runs) {
     const VerifyResult result = compare(*run, want);
-    const std::pair<double, std::string> errors[] = {{result.max_relative_error / 1e-10, "gradient of " + result.parameter},
-                                                     {result.loss_error / 1e-12, "loss"},
-                                                     {result.grad_norm_error / 1e-12, "gradient norm"},
-                                                     {result.weight_error / 1e-10, "weights after the steps"}};
+    const std::pair<double, std::string> errors[] = {
+        {result.max_relative_error / 1e-10, "gradient of " + result.parameter},
+        {result.loss_error / 1e-12, "loss"},
+        {result.grad_norm_error / 1e-12, "gradient norm"},
+        {result.weight_error / 1e-10, "weights after the steps"}};
     for (const auto& [error, what] : errors) {
       if (!(error <= 1)) return absl::StrCat(what, ": ", error, " times its bound");
     }
@@ -201,7 +203,8 @@ std::string violation(const std::vector<absl::StatusOr<VerifyRun>>& runs, const 
 
 TEST_F(OracleTest, EveryPairOfChoicesEqualsOneProcess) {
   const Cover cover = cover_pairs(kAxes, allowed, /*seed=*/7);
-  std::cout << cover.rows.size() << " layouts cover " << cover.pairs << " of " << cover.possible << " pairs of choices\n";
+  std::cout << cover.rows.size() << " layouts cover " << cover.pairs << " of " << cover.possible
+            << " pairs of choices\n";
   EXPECT_EQ(cover.pairs, cover.possible);
   double worst = 0;
   for (const CoverRow& row : cover.rows) {
@@ -292,7 +295,8 @@ const std::vector<Fault> kFaults = {
     {"the tied embedding is not summed over its stages", "llm_backbone.tied", "all_reduce", Fault::kOwn, {}},
     {"... is that of the step before", "llm_backbone.tied", "all_reduce", Fault::kStale, {}},
     {"the gradient norm is of the own stage", "world", "all_reduce", Fault::kOwn, is_one_number},
-    {"the encoder's gradients of norms are not summed", "vision_encoder.tp", "all_reduce", Fault::kOwn, is_of_gradients},
+    {"the encoder's gradients of norms are not summed", "vision_encoder.tp", "all_reduce", Fault::kOwn,
+     is_of_gradients},
     {"outputs of the encoder's cut matrices are not summed", "vision_encoder.tp", "reduce_scatter", Fault::kOwn, {}},
     {"the projector's gradients of norms are not summed", "projector.tp", "all_reduce", Fault::kOwn,
      [](int64_t count, ReduceOp) { return count > 1; }},
@@ -315,7 +319,9 @@ TEST_F(OracleTest, EveryFaultIsSeen) {
     for (size_t i = 0; i < layouts.size() && seen.empty(); ++i) {
       prepare(layouts[i]);
       if (references.count(i) == 0) references[i] = *run_steps(recipe_, environment(), 3);
-      const auto wrap = [&](Communicator& inner) { return std::make_unique<FaultyCommunicator>(inner, fault, applied); };
+      const auto wrap = [&](Communicator& inner) {
+        return std::make_unique<FaultyCommunicator>(inner, fault, applied);
+      };
       seen = violation(run_ranks(layout(layouts[i]), 3, wrap), references[i]);
     }
     EXPECT_GT(applied, 0) << "no call was spoiled";

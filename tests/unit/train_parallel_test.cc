@@ -124,8 +124,8 @@ TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
   std::filesystem::remove_all(recipe_.train.out);
   std::vector<double> losses;
   recipe_.train.checkpoint_every = 2;
-  for (const auto& [stop, dp, zero, tp, pp] : {std::tuple(1, 2, 1, 1, 1), std::tuple(2, 1, 0, 2, 1),
-                                               std::tuple(1, 1, 0, 1, 2), std::tuple(0, 2, 1, 2, 2)}) {
+  for (const auto& [stop, dp, zero, tp, pp] :
+       {std::tuple(1, 2, 1, 1, 1), std::tuple(2, 1, 0, 2, 1), std::tuple(1, 1, 0, 1, 2), std::tuple(0, 2, 1, 2, 2)}) {
     stop_after_ = stop;
     const Outcome part = train(dp, zero, tp, pp);
     for (const absl::Status& status : part.statuses) ASSERT_TRUE(status.ok()) << status;

@@ -153,7 +153,8 @@ TEST_F(SharesTest, WeightsAreNotHeldTwice) {
         if (trainer.ranks().counts(*param)) counted += param->part_numel();
       }
     });
-    int64_t backbone = 0, doubled = 0;  // what each tensor rank has whole, the shared key head, the tied embedding's copy
+    int64_t backbone = 0,
+            doubled = 0;  // what each tensor rank has whole, the shared key head, the tied embedding's copy
     on_ranks({}, [&](Trainer& trainer) {
       for (const Param* param : trainer.model().params().owned()) {
         if (param->module != Module::kBackbone) continue;
