@@ -6,10 +6,14 @@
 #include <mutex>
 #include <numeric>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/base/file.h"
 #include "parvl/base/rng.h"
+#include "parvl/media/image.h"
+#include "parvl/plan/balance.h"
 #include "parvl/train/data_image_cache.h"
 
 namespace parvl {
@@ -68,6 +72,26 @@ absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuild
   return prompt.ok() ? std::move(prompt) : with_context(prompt.status(), sample.name);
 }
 
+double estimate_cost(const RawSample& sample, const PromptBuilder& prompts) {
+  constexpr double kBytesAToken = 4;
+  double tokens = 0;
+  for (const Message& message : sample.messages) {
+    for (const ContentPart& part : message.content) tokens += static_cast<double>(part.text.size()) / kBytesAToken;
+  }
+  if (!prompts.has_images()) return tokens;
+  const ImageProcessorConfig& config = prompts.image_processor().config();
+  const double side = static_cast<double>(config.patch_size * config.merge_size);
+  for (const std::string& path : sample.image_paths) {
+    const auto file = MappedFile::open(path);
+    if (!file.ok()) continue;
+    const auto header = read_image_size((*file)->bytes());
+    if (!header.ok()) continue;
+    const auto size = prompts.image_processor().target_size(header->width, header->height);
+    if (size.ok()) tokens += static_cast<double>(size->width) / side * static_cast<double>(size->height) / side;
+  }
+  return tokens;
+}
+
 struct BatchLoader::Impl {
   // A step that is being filled or waits to be taken.
   struct Slot {
@@ -87,7 +111,8 @@ struct BatchLoader::Impl {
         fill_position(options.first_step * options.global_batch) {}
 
   // The next sample to prepare, or false when the threads are to end. Waits while enough steps are prepared.
-  bool claim(int64_t& position, int64_t& index) {
+  // `position`: of the sample in the run; `place`: where it stands in its batch.
+  bool claim(int64_t& position, int64_t& place, int64_t& index) {
     std::unique_lock<std::mutex> lock(mutex);
     const int64_t end = options.last_step * options.global_batch;
     // Another replica's samples are passed over.
@@ -99,9 +124,11 @@ struct BatchLoader::Impl {
       return stop || next() >= end || next() / options.global_batch < take_step + options.prefetch_steps;
     });
     if (stop || fill_position >= end) return false;
-    position = fill_position++;
+    const int64_t step = fill_position / options.global_batch;
+    place = fill_position++ % options.global_batch;
+    position = step * options.global_batch + sample_at(step, place);
     index = order.at(position);
-    Slot& slot = slots[position / options.global_batch];
+    Slot& slot = slots[step];
     if (slot.samples.empty()) {
       slot.missing = options.global_batch / options.share.replicas;
       slot.samples.resize(static_cast<size_t>(slot.missing));
@@ -109,9 +136,27 @@ struct BatchLoader::Impl {
     return true;
   }
 
-  void deliver(int64_t position, absl::StatusOr<Prompt> prompt) {
+  // Which of a step's samples, in the order of the run, stands at a place of the batch.
+  int64_t sample_at(int64_t step, int64_t place) {
+    if (!options.balance) return place;
+    if (step != balanced_step) {
+      std::vector<double> costs;
+      for (int64_t i = 0; i < options.global_batch; ++i) {
+        const int64_t index = order.at(step * options.global_batch + i);
+        const auto [known, is_new] = costs_of.try_emplace(index);
+        if (is_new) known->second = static_cast<float>(estimate_cost(dataset->sample(index), *prompts));
+        costs.push_back(static_cast<double>(known->second));
+      }
+      const auto balanced = balanced_order(costs, options.share.micro_batch, options.share.replicas);
+      PARVL_CHECK(balanced.ok(), "a global batch that cannot be dealt out");
+      places = *balanced;
+      balanced_step = step;
+    }
+    return places[static_cast<size_t>(place)];
+  }
+
+  void deliver(int64_t position, int64_t place, absl::StatusOr<Prompt> prompt) {
     const std::lock_guard<std::mutex> lock(mutex);
-    const int64_t place = position % options.global_batch;
     Slot& slot = slots[position / options.global_batch];
     if (prompt.ok()) {
       slot.samples[static_cast<size_t>(options.share.own_place(place))] = *std::move(prompt);
@@ -123,8 +168,8 @@ struct BatchLoader::Impl {
   }
 
   void work() {
-    int64_t position = 0, index = 0;
-    while (claim(position, index)) {
+    int64_t position = 0, place = 0, index = 0;
+    while (claim(position, place, index)) {
       const RawSample& sample = dataset->sample(index);
       absl::StatusOr<Prompt> prompt = Prompt{};
       const absl::Status status = catch_exceptions("preparing a sample", [&] {
@@ -132,7 +177,7 @@ struct BatchLoader::Impl {
         return prompt.status();
       });
       if (!status.ok()) prompt = with_context(status, sample.name);
-      deliver(position, std::move(prompt));
+      deliver(position, place, std::move(prompt));
     }
   }
 
@@ -142,9 +187,12 @@ struct BatchLoader::Impl {
   ImageCache cache;
 
   std::mutex mutex;
-  std::condition_variable may_fill;  // a step was taken, or stop
-  std::condition_variable may_take;  // a step is whole
-  SampleOrder order;                 // this and below: under `mutex`
+  std::condition_variable may_fill;             // a step was taken, or stop
+  std::condition_variable may_take;             // a step is whole
+  SampleOrder order;                            // this and below: under `mutex`
+  std::unordered_map<int64_t, float> costs_of;  // of samples, by index
+  std::vector<int64_t> places;                  // of step `balanced_step`
+  int64_t balanced_step = -1;
   std::map<int64_t, Slot> slots;
   int64_t take_step;
   int64_t fill_position;

@@ -60,6 +60,10 @@ struct PrepareOptions {
 absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts,
                                       const PrepareOptions& options, int64_t position, ImageCache* images = nullptr);
 
+// About what a sample costs, in tokens: of its text by its length, of its images by the sizes that their headers tell.
+// Reads no more of the files; an image that cannot be read counts nothing, since preparing it will say why.
+double estimate_cost(const RawSample& sample, const PromptBuilder& prompts);
+
 // The samples of one step that one replica trains on, in order; a micro batch is a run of `micro_batch` of them.
 struct GlobalBatch {
   int64_t step = 0;
@@ -82,6 +86,9 @@ struct LoaderOptions {
   PrepareOptions prepare;
   int64_t global_batch = 16;  // with more than one replica a multiple of micro_batch · replicas
   BatchShare share;           // only these are prepared
+  // Samples change places inside a global batch so that replicas and micro batches have about the same to compute.
+  // Which samples a step has, and how each is augmented, stays.
+  bool balance = false;
   uint64_t shuffle_seed = 0;
   int64_t first_step = 0;  // where a resumed run goes on
   int64_t last_step = 0;   // one past the last

@@ -47,6 +47,7 @@ std::unique_ptr<BatchLoader> Trainer::make_loader() const {
   options.prepare.max_length = recipe_.data.max_length;
   options.global_batch = recipe_.data.global_batch;
   options.share = ranks_->share(recipe_.data.micro_batch);
+  options.balance = ranks_->world() > 1;
   options.shuffle_seed = recipe_.data.shuffle_seed;
   options.first_step = optimizer_->steps_done();
   options.last_step = recipe_.train.steps;

@@ -262,6 +262,52 @@ TEST_F(LoaderTest, TheSameBatchesWhateverTheThreads) {
   }
 }
 
+// Balanced replicas have together the samples of the plain order, augmented alike, and none more to compute than there.
+TEST_F(LoaderTest, BalancedReplicasShareTheSameSamples) {
+  BatchLoader plain(dataset_, prompts_, options(1));
+  std::vector<std::unique_ptr<BatchLoader>> replicas;
+  for (int64_t replica = 0; replica < 2; ++replica) {
+    LoaderOptions o = options(2);
+    o.share = {.micro_batch = 1, .replica = replica, .replicas = 2};
+    o.balance = true;
+    replicas.push_back(std::make_unique<BatchLoader>(dataset_, prompts_, o));
+  }
+  const auto cost = [](const std::vector<Prompt>& samples) {
+    size_t tokens = 0;
+    for (const Prompt& sample : samples) tokens += sample.ids.size();
+    return tokens;
+  };
+  size_t plain_worst = 0, balanced_worst = 0;
+  for (int64_t step = 0; step < 12; ++step) {
+    GlobalBatch all = *plain.next();
+    std::vector<std::vector<Prompt>> before(2), after;
+    for (size_t i = 0; i < 4; ++i) before[i % 2].push_back(all.samples[i]);
+    for (const auto& replica : replicas) after.push_back(replica->next()->samples);
+    for (const auto& samples : after) {
+      ASSERT_EQ(samples.size(), 2u);
+      for (const Prompt& sample : samples) {
+        const auto found = std::find_if(all.samples.begin(), all.samples.end(),
+                                        [&](const Prompt& other) { return same(sample, other); });
+        ASSERT_NE(found, all.samples.end()) << "a sample that is not of this step, or twice";
+        all.samples.erase(found);
+      }
+    }
+    const size_t plain_here = std::max(cost(before[0]), cost(before[1]));
+    const size_t balanced_here = std::max(cost(after[0]), cost(after[1]));
+    EXPECT_LE(balanced_here, plain_here);
+    plain_worst += plain_here;
+    balanced_worst += balanced_here;
+  }
+  EXPECT_LT(balanced_worst, plain_worst);
+}
+
+TEST_F(LoaderTest, CostsFollowTheImagesHeaders) {
+  // 16 × 16 pixels and 24 × 16, of patches of 4 merged by 2.
+  EXPECT_GT(estimate_cost(dataset_->sample(1), *prompts_), estimate_cost(dataset_->sample(0), *prompts_) + 1);
+  fs::resize_file(folder_ / "1.png", 5);
+  EXPECT_LT(estimate_cost(dataset_->sample(1), *prompts_), estimate_cost(dataset_->sample(0), *prompts_));
+}
+
 TEST_F(LoaderTest, AResumedRunGoesOnWithTheSameBatches) {
   BatchLoader whole(dataset_, prompts_, options(2));
   LoaderOptions later = options(2);
