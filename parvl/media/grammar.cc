@@ -13,6 +13,7 @@
 #include "parvl/base/check.h"
 #include "parvl/base/text.h"
 #include "parvl/media/grammar_limits.h"
+#include "parvl/media/json_schema.h"
 
 namespace parvl {
 namespace {
@@ -122,7 +123,61 @@ int64_t Grammar::bytes() const { return impl_->bytes; }
 struct GrammarCompiler::Vocabulary {
   xgrammar::TokenizerInfo tokens;
   xgrammar::GrammarCompiler compiler;
+
+  struct Compiled {
+    std::optional<xgrammar::CompiledGrammar> grammar;
+    std::string failure;  // empty when there is none
+  };
+  // Against this thread's budget; throws Stopped, TooManySteps and bad_alloc.
+  Compiled compile(const std::string& source);
+  std::string failing_part(const OrderedJson& format);
 };
+
+GrammarCompiler::Vocabulary::Compiled GrammarCompiler::Vocabulary::compile(const std::string& source) {
+  std::vector<std::string> warnings;
+  Compiled out;
+  try {
+    const Listening listening(warnings);
+    out.grammar = compiler.CompileStructuralTag(source);
+  } catch (const Stopped&) {
+    throw;
+  } catch (const TooManySteps&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& e) {
+    out.failure = shortened(e.what());
+  }
+  if (out.failure.empty() && !warnings.empty()) {  // all of them say what would not be kept to
+    out.failure = shortened(warnings.front().substr(0, warnings.front().find("; ")));
+  }
+  return out;
+}
+
+// For a format that fails: the library does not say where, so each schema in it is tried by itself, the inner ones
+// first. "at '#/pointer': its failure"; "" when none fails alone or the search takes too long.
+std::string GrammarCompiler::Vocabulary::failing_part(const OrderedJson& format) {
+  std::vector<const OrderedJson*> roots;
+  const std::function<void(const OrderedJson&)> collect = [&](const OrderedJson& value) {
+    if (value.is_object() && value.contains("json_schema")) return roots.push_back(&value["json_schema"]);
+    for (const OrderedJson& inner : value) {
+      if (inner.is_structured()) collect(inner);
+    }
+  };
+  collect(format);
+  try {
+    for (size_t root = 0; root < roots.size(); ++root) {
+      for (const auto& [pointer, schema] : inner_schemas(*roots[root])) {
+        const std::string failure = compile(grammar_source(json_format(*schema))).failure;
+        if (failure.empty()) continue;
+        const std::string which = roots.size() > 1 ? absl::StrCat("schema ", root + 1, " of ", roots.size(), " ") : "";
+        return absl::StrCat(which, "at ", excerpt("#" + pointer, 120), ": ", failure);
+      }
+    }
+  } catch (const TooManySteps&) {
+  }
+  return "";
+}
 
 GrammarCompiler::GrammarCompiler(const Tokenizer& tokenizer, std::vector<TokenId> end_tokens,
                                  const GrammarLimits& limits)
@@ -153,14 +208,18 @@ GrammarCompiler::Result GrammarCompiler::compile(const std::string& source, cons
 }
 
 GrammarCompiler::Result GrammarCompiler::compile_new(const std::string& source, const std::stop_token& stop) {
-  std::vector<std::string> warnings;
   std::string failure;
   std::optional<xgrammar::CompiledGrammar> compiled;
   try {
-    const Listening listening(warnings);
     make_vocabulary();
     const GrammarBudget budget(limits_.compile_steps, stop);
-    compiled = vocabulary_->compiler.CompileStructuralTag(source);
+    Vocabulary::Compiled made = vocabulary_->compile(source);
+    compiled = std::move(made.grammar);
+    failure = std::move(made.failure);
+    if (!failure.empty()) {
+      const std::string place = vocabulary_->failing_part(OrderedJson::parse(source)["format"]);
+      if (!place.empty()) failure = place;
+    }
   } catch (const Stopped&) {
     return absl::CancelledError("the grammar is not wanted any more");
   } catch (const std::bad_alloc&) {
@@ -168,11 +227,6 @@ GrammarCompiler::Result GrammarCompiler::compile_new(const std::string& source, 
   } catch (const TooManySteps&) {
     failure = absl::StrCat("compiling it takes more than the limit of ", limits_.compile_steps,
                            " steps; use a smaller schema, with shorter lists and fewer repetitions");
-  } catch (const std::exception& e) {
-    failure = shortened(e.what());
-  }
-  if (failure.empty() && !warnings.empty()) {  // all of them say what would not be kept to
-    failure = shortened(warnings.front().substr(0, warnings.front().find("; ")));
   }
   if (!failure.empty()) return invalid(failure);
   const auto bytes = static_cast<int64_t>(compiled->MemorySizeBytes() + source.size());

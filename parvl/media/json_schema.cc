@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -20,6 +21,11 @@ constexpr std::string_view kAnnotations[] = {"title",    "description", "default
                                              "$id",      "$defs",       "definitions", "discriminator"};
 // The ways to say what a value is; the first that is there counts.
 constexpr std::string_view kForms[] = {"$ref", "const", "enum", "anyOf", "oneOf", "allOf", "type"};
+// Whose value is one schema, named ones, or a list of them.
+constexpr const char* kOneSchema[] = {"items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
+                                      "propertyNames"};
+constexpr const char* kNamedSchemas[] = {"properties", "patternProperties", "$defs", "definitions"};
+constexpr const char* kListedSchemas[] = {"anyOf", "oneOf", "allOf", "prefixItems"};
 constexpr std::string_view kObjectWords[] = {
     "properties",    "required",      "additionalProperties", "patternProperties",
     "propertyNames", "minProperties", "maxProperties",        "unevaluatedProperties"};
@@ -53,17 +59,10 @@ std::vector<std::string> types_of(const OrderedJson& schema) {
   return types;
 }
 
-// Above it {n,m} would make an automaton too large; 0 when the pattern has none.
-int64_t largest_repeat(std::string_view pattern) {
-  int64_t largest = 0, number = 0;
-  bool in_braces = false;
-  for (const char c : pattern) {
-    if (c == '{' || c == '}') in_braces = c == '{';
-    const bool digit = in_braces && c >= '0' && c <= '9';
-    number = digit ? std::min<int64_t>(number * 10 + (c - '0'), 1'000'000'000) : 0;
-    largest = std::max(largest, number);
-  }
-  return largest;
+std::string joined(const std::string& pointer, std::string_view word) {
+  std::string out = pointer + "/";
+  for (const char c : word) out += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
+  return out;
 }
 
 class SchemaReader {
@@ -188,15 +187,9 @@ class SchemaReader {
     return absl::OkStatus();
   }
 
-  static std::string joined(const std::string& pointer, std::string_view word) {
-    std::string out = pointer + "/";
-    for (const char c : word) out += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
-    return out;
-  }
-
   // The schemas inside this one.
   absl::Status visit_parts(OrderedJson& schema, const std::string& pointer, int64_t depth) {
-    for (const char* word : {"properties", "patternProperties", "$defs", "definitions"}) {
+    for (const char* word : kNamedSchemas) {
       const auto part = schema.find(word);
       if (part == schema.end()) continue;
       if (!part->is_object()) return wrong(pointer, absl::StrCat("'", word, "' must be an object"));
@@ -204,7 +197,7 @@ class SchemaReader {
         PARVL_RETURN_IF_ERROR(visit(inner, joined(joined(pointer, word), key), depth + 1));
       }
     }
-    for (const char* word : {"anyOf", "oneOf", "allOf", "prefixItems"}) {
+    for (const char* word : kListedSchemas) {
       const auto part = schema.find(word);
       if (part == schema.end()) continue;
       if (!part->is_array() || part->empty()) {
@@ -217,14 +210,14 @@ class SchemaReader {
         return wrong(pointer, "'allOf' of more than one schema is not supported; merge them into one");
       }
     }
-    for (const char* word : {"items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"}) {
-      const auto part = schema.find(word);
-      if (part == schema.end() || part->is_boolean()) continue;
-      PARVL_RETURN_IF_ERROR(visit(*part, joined(pointer, word), depth + 1));
+    if (const auto names = schema.find("propertyNames");
+        names != schema.end() && names->is_object() && !names->contains("type")) {
+      (*names)["type"] = "string";
     }
-    if (const auto names = schema.find("propertyNames"); names != schema.end()) {
-      if (names->is_object() && !names->contains("type")) (*names)["type"] = "string";
-      PARVL_RETURN_IF_ERROR(visit(*names, joined(pointer, "propertyNames"), depth + 1));
+    for (const char* word : kOneSchema) {
+      const auto part = schema.find(word);
+      if (part == schema.end() || (part->is_boolean() && std::string_view(word) != "propertyNames")) continue;
+      PARVL_RETURN_IF_ERROR(visit(*part, joined(pointer, word), depth + 1));
     }
     return absl::OkStatus();
   }
@@ -354,6 +347,27 @@ absl::StatusOr<OrderedJson> supported_schema(const OrderedJson& schema, const st
   return SchemaReader(where).read(schema);
 }
 
+std::vector<std::pair<std::string, const OrderedJson*>> inner_schemas(const OrderedJson& supported) {
+  std::vector<std::pair<std::string, const OrderedJson*>> out;
+  // Whether no reference leads out of `schema`.
+  const std::function<bool(const OrderedJson&, const std::string&)> add = [&](const OrderedJson& schema,
+                                                                              const std::string& pointer) {
+    bool alone = !schema.contains("$ref");
+    for (const auto& [word, value] : schema.items()) {
+      const std::string place = joined(pointer, word);
+      if (holds(kOneSchema, word) && value.is_object()) alone &= add(value, place);
+      if (!holds(kNamedSchemas, word) && !holds(kListedSchemas, word)) continue;
+      for (const auto& [name, inner] : value.items()) {
+        if (inner.is_object()) alone &= add(inner, joined(place, name));
+      }
+    }
+    if (alone) out.emplace_back(pointer, &schema);
+    return alone;
+  };
+  add(supported, "");
+  return out;
+}
+
 bool describes_object(const OrderedJson& supported) {
   const OrderedJson* schema = &supported;
   for (int64_t hop = 0; hop <= SchemaLimits::kMaxDepth; ++hop) {  // references may go in a circle
@@ -366,17 +380,6 @@ bool describes_object(const OrderedJson& supported) {
     schema = &supported.at(target);  // which is a schema, as supported_schema saw to
   }
   return false;
-}
-
-absl::Status check_pattern(std::string_view pattern, const std::string& where) {
-  PARVL_RETURN_IF_ERROR(check_grammar_bytes(pattern.size(), where, SchemaLimits::kMaxPatternBytes));
-  if (largest_repeat(pattern) <= SchemaLimits::kMaxRepeat) return absl::OkStatus();
-  return invalid(where, " repeats something more than ", SchemaLimits::kMaxRepeat, " times");
-}
-
-absl::Status check_grammar_bytes(size_t bytes, const std::string& where, size_t limit) {
-  if (bytes <= limit) return absl::OkStatus();
-  return invalid(where, ": ", bytes, " bytes are over the limit of ", limit);
 }
 
 }  // namespace parvl

@@ -3,6 +3,8 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "parvl/base/ordered_json.h"
 #include "parvl/base/status.h"
@@ -28,6 +30,10 @@ absl::StatusOr<OrderedJson> supported_schema(const OrderedJson& schema, const st
 // Whether `supported` (supported_schema's) says that its values are objects: by its type, or by that of the schema that
 // its $ref leads to.
 bool describes_object(const OrderedJson& supported);
+
+// The schemas in a supported one and itself, inner ones first, with their JSON pointers; without those that need what a
+// $ref names outside of them. They live as long as `supported`.
+std::vector<std::pair<std::string, const OrderedJson*>> inner_schemas(const OrderedJson& supported);
 
 // That a pattern repeats nothing more often than kMaxRepeat and is no longer than kMaxPatternBytes. InvalidArgument
 // naming `where`.

@@ -66,8 +66,10 @@ ToolSyntax find_tool_syntax(const ChatTemplate& chat) {
   return out;
 }
 
-std::string tool_grammar(const ToolSyntax& syntax, const std::vector<ToolFunction>& functions, ToolUse use,
-                         bool several) {
+namespace {
+
+OrderedJson tool_format(const ToolSyntax& syntax, const std::vector<ToolFunction>& functions, ToolUse use,
+                        bool several) {
   OrderedJson tags = OrderedJson::array();
   for (const ToolFunction& function : functions) {
     tags.push_back({{"type", "tag"},
@@ -82,7 +84,21 @@ std::string tool_grammar(const ToolSyntax& syntax, const std::vector<ToolFunctio
     format = {{"type", "tags_with_separator"}, {"tags", tags}, {"separator", syntax.separator}, {"at_least_one", true}};
   }
   format["stop_after_first"] = !several;
-  return grammar_source(format);
+  return format;
+}
+
+}  // namespace
+
+std::string tool_grammar(const ToolSyntax& syntax, const std::vector<ToolFunction>& functions, ToolUse use,
+                         bool several) {
+  return grammar_source(tool_format(syntax, functions, use, several));
+}
+
+std::string tool_or_form_grammar(const ToolSyntax& syntax, const std::vector<ToolFunction>& functions,
+                                 const std::string& form, bool several) {
+  const OrderedJson either = OrderedJson::array(
+      {tool_format(syntax, functions, ToolUse::kRequired, several), OrderedJson::parse(form)["format"]});
+  return grammar_source({{"type", "or"}, {"elements", either}});
 }
 
 }  // namespace parvl

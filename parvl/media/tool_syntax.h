@@ -31,5 +31,8 @@ enum class ToolUse { kAuto, kRequired };  // text with calls in it, or calls alo
 // A grammar's source (grammar.h). `several`: more than one call in an answer.
 std::string tool_grammar(const ToolSyntax& syntax, const std::vector<ToolFunction>& functions, ToolUse use,
                          bool several);
+// The same without text: calls, or an answer of the form that the grammar `form` describes.
+std::string tool_or_form_grammar(const ToolSyntax& syntax, const std::vector<ToolFunction>& functions,
+                                 const std::string& form, bool several);
 
 }  // namespace parvl

@@ -198,16 +198,26 @@ absl::Status read_tools(const OrderedJson& tools, const ToolChoice& choice, cons
                    absl::StrCat("'tool_choice' names ", excerpt(choice.function), ", which is not among 'tools'"));
     }
   }
-  if (!request.grammar.empty()) {
+  const std::string form = std::exchange(request.grammar, "");
+  if (!form.empty() && request.grammar_field != "response_format") {
     return wrong(request.grammar_field, absl::StrCat("'", request.grammar_field,
-                                                     "' beside 'tools' needs 'tool_choice' none; a call and a form of "
-                                                     "the answer cannot both be asked for"));
+                                                     "' beside 'tools' needs 'tool_choice' none; 'response_format' "
+                                                     "takes calls or an answer of its form"));
+  }
+  const bool several = choice.several && rules.tools.parallel;
+  if (choice.kind != "auto" || form.empty()) {  // where a call must come, no answer has a form
+    const ToolUse use = choice.kind == "auto" ? ToolUse::kAuto : ToolUse::kRequired;
+    request.grammar = tool_grammar(rules.tools, functions, use, several);
+  } else if (rules.tools.begin.starts_with("{")) {
+    return wrong("response_format",
+                 "'response_format' beside 'tools' needs 'tool_choice' none or required: this model writes a call as "
+                 "JSON, which could not be told from an answer in JSON");
+  } else {
+    request.grammar = tool_or_form_grammar(rules.tools, functions, form, several);
   }
   request.tools = tools;
   request.reads_calls = true;
   request.grammar_field = "tools";
-  request.grammar = tool_grammar(rules.tools, functions, choice.kind == "auto" ? ToolUse::kAuto : ToolUse::kRequired,
-                                 choice.several && rules.tools.parallel);
   return absl::OkStatus();
 }
 

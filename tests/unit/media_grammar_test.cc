@@ -70,6 +70,29 @@ TEST_F(GrammarTest, TakesWhatTheSchemaAllows) {
   }
 }
 
+// A model that likes spaces must not print them to the end of its tokens.
+TEST_F(GrammarTest, SpaceBetweenTwoPartsHasABound) {
+  const std::string space(20, ' ');
+  for (const char* schema : {R"({"type":"object","properties":{"a":{"type":"array","items":{"type":"integer"}}},
+                                 "required":["a"]})",
+                             R"({"type":"object"})", "{}"}) {
+    const auto grammar = compile(schema);
+    ASSERT_TRUE(grammar.ok()) << schema << ": " << grammar.status();
+    const std::vector<std::string> parts = {"{", R"("a")", ":", "[", "1", ",", "2", "]", "}"};
+    for (size_t wide = 1; wide < parts.size(); ++wide) {
+      std::string fits, over;
+      for (size_t i = 0; i < parts.size(); ++i) {
+        fits += (i == wide ? space : "") + parts[i];
+        over += (i == wide ? space + ' ' : "") + parts[i];
+      }
+      EXPECT_TRUE(takes(*grammar, fits)) << schema << " should take " << fits;
+      EXPECT_FALSE(takes(*grammar, over)) << schema << " should refuse " << over;
+    }
+    EXPECT_FALSE(takes(*grammar, space + ' ' + R"({"a":[1]})")) << schema;
+    EXPECT_FALSE(takes(*grammar, R"({"a":[1]})" + space + ' ')) << schema;
+  }
+}
+
 TEST_F(GrammarTest, RefusesByNameWhatItWouldNotKeepTo) {
   const std::vector<std::pair<const char*, const char*>> cases = {
       {R"({"not":{"type":"string"}})", "the keyword 'not' is not supported; remove it"},
@@ -118,6 +141,35 @@ TEST_F(GrammarTest, RefusesByNameWhatItWouldNotKeepTo) {
     EXPECT_TRUE(absl::IsInvalidArgument(grammar.status())) << schema;
     EXPECT_THAT(std::string(grammar.status().message()), HasSubstr(message)) << schema;
   }
+}
+
+TEST_F(GrammarTest, SaysWhereTheCompilerRefusesAPart) {
+  const std::vector<std::pair<const char*, const char*>> cases = {
+      {R"({"type":"object","properties":{"ok":{"type":"string"},"a/b":{"type":"string","pattern":"(?=a)b"}}})",
+       "at '#/properties/a~1b': "},
+      {R"({"type":"array","items":{"anyOf":[{"type":"null"},{"type":"number","multipleOf":0.1}]}})",
+       "at '#/items/anyOf/1': "},
+      {R"({"$defs":{"n":{"type":"integer","multipleOf":3,"minimum":0}},"type":"object",
+           "properties":{"a":{"$ref":"#/$defs/n"}}})",
+       "at '#/$defs/n': "},
+      {R"({"type":"object","patternProperties":{"(?=a)b":{"type":"integer"}}})", "at '#': "},
+      {R"({"type":"object","properties":{"pattern":{"type":"object","properties":{
+           "x":{"oneOf":[{"type":"integer"},{"type":"number"}]}}}}})",
+       "at '#/properties/pattern/properties/x': "},
+  };
+  for (const auto& [schema, place] : cases) {
+    const std::string message(compile(schema).status().message());
+    EXPECT_TRUE(message.starts_with(place)) << message;
+  }
+  const auto parameters = [](const char* pattern) {
+    return OrderedJson{{"type", "object"}, {"properties", {{"p", {{"type", "string"}, {"pattern", pattern}}}}}};
+  };
+  ToolSyntax syntax;
+  syntax.begin = "<", syntax.trigger = "<", syntax.middle = "|", syntax.end = ">";
+  const std::string source =
+      tool_grammar(syntax, {{"good", parameters("a")}, {"bad", parameters("a$b")}}, ToolUse::kAuto, false);
+  const std::string message(compiler_->compile(source).status().message());
+  EXPECT_TRUE(message.starts_with("schema 2 of 2 at '#/properties/p': ")) << message;
 }
 
 // With random choices among what is allowed, every text that ends is JSON, whatever the schema.
@@ -208,6 +260,14 @@ TEST_F(GrammarTest, ToolCallsBeginAtTheTriggerAndAreWhole) {
   const auto one = *compiler_->compile(tool_grammar(syntax, functions, ToolUse::kRequired, false));
   EXPECT_TRUE(takes(one, g));
   EXPECT_FALSE(takes(one, f + "\n" + g));
+  const std::string form = *source_of(R"({"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]})");
+  const auto either = *compiler_->compile(tool_or_form_grammar(syntax, functions, form, true));
+  EXPECT_TRUE(takes(either, f + "\n" + g));
+  EXPECT_TRUE(takes(either, R"({"a": 1})"));
+  EXPECT_FALSE(takes(either, ""));
+  EXPECT_FALSE(takes(either, "so: " + f));
+  EXPECT_FALSE(takes(either, R"({"a": "x"})"));
+  EXPECT_FALSE(takes(either, R"({"a": 1})" + f));
 }
 
 }  // namespace

@@ -27,6 +27,37 @@ RequestRules rules_with_tools() {
   return out;
 }
 
+// As OpenAI has it: an answer is either calls or of the form, unless a call must come.
+TEST(FormOfAnswerTest, ToolsBesideAResponseFormat) {
+  const std::string form = R"("response_format": {"type": "json_object"}, "tools": [{"type": "function", "function":
+      {"name": "f"}}])";
+  const auto parsed = [&](const std::string& fields, const RequestRules& rules) {
+    return parse_request(R"({"messages": [{"role": "user", "content": "hi"}], )" + fields + "}", Api::kChat, rules);
+  };
+  const auto either = parsed(form, rules_with_tools());
+  ASSERT_TRUE(either.ok()) << either.status();
+  EXPECT_TRUE(either->reads_calls);
+  const OrderedJson format = OrderedJson::parse(either->grammar)["format"];
+  EXPECT_EQ(format["type"], "or");
+  EXPECT_EQ(format["elements"][0]["type"], "tags_with_separator");
+  EXPECT_EQ(format["elements"][1]["type"], "json_schema");
+  const auto required = parsed(form + R"(, "tool_choice": "required")", rules_with_tools());
+  ASSERT_TRUE(required.ok()) << required.status();
+  EXPECT_EQ(OrderedJson::parse(required->grammar)["format"]["type"], "tags_with_separator");
+  const auto none = parsed(form + R"(, "tool_choice": "none")", rules_with_tools());
+  ASSERT_TRUE(none.ok()) << none.status();
+  EXPECT_FALSE(none->reads_calls);
+  EXPECT_EQ(OrderedJson::parse(none->grammar)["format"]["type"], "json_schema");
+  RequestRules llama = rules_with_tools();
+  llama.tools = {"llama3_json", "{\"name\": \"", "{\"name\": \"", "\", \"parameters\": ", "}", "", false};
+  EXPECT_THAT(std::string(parsed(form, llama).status().message()), HasSubstr("could not be told from an answer"));
+  EXPECT_TRUE(parsed(form + R"(, "tool_choice": "required")", llama).ok());
+  EXPECT_EQ(http_status_of(parsed(R"("guided_json": {}, "tools": [{"type": "function", "function": {"name": "f"}}])",
+                                  rules_with_tools())
+                               .status()),
+            400);
+}
+
 TEST(FormOfAnswerTest, FormsOfTheAnswerBecomeGrammars) {
   const auto grammar_of = [](const std::string& fields) {
     const auto request = parse_request(R"({"messages": [{"role": "user", "content": "hi"}], )" + fields + "}",
