@@ -2,23 +2,13 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "parvl/nn/cuda_ops.h"
 #include "parvl/nn/device.h"
 
 namespace parvl {
 namespace {
-
-// Numbers of patches that graphs are recorded for, a third apart at most. A batch of many small frames takes one with
-// room for their borders, however few patches they are.
-std::vector<int64_t> bucket_sizes(int64_t max_patches, int64_t merged) {
-  std::vector<int64_t> out;
-  for (int64_t size = 256; size < max_patches; size += size < 512 ? 128 : size < 2048 ? 256 : 512) {
-    out.push_back((size + merged - 1) / merged * merged);
-  }
-  out.push_back(max_patches / merged * merged);
-  return out;
-}
 
 // Whether attention over a layout that only the device knows has a kernel for these heads.
 bool has_kernels(const Model& model, at::Device device) {
@@ -29,6 +19,25 @@ bool has_kernels(const Model& model, at::Device device) {
 }
 
 }  // namespace
+
+std::vector<int64_t> encoder_buckets(int64_t max_patches, int64_t merged) {
+  std::vector<int64_t> out;
+  const int64_t most = max_patches / merged * merged;
+  for (int64_t size = 256; size < most; size += size < 512 ? 128 : size < 2048 ? 256 : 512) {
+    const int64_t rounded = (size + merged - 1) / merged * merged;
+    if (rounded < most && (out.empty() || rounded > out.back())) out.push_back(rounded);
+  }
+  if (most > 0) out.push_back(most);
+  return out;
+}
+
+std::optional<size_t> pick_encoder_bucket(const std::vector<int64_t>& buckets, int64_t patches,
+                                          absl::FunctionRef<bool(int64_t)> has_room) {
+  const auto enough = std::lower_bound(buckets.begin(), buckets.end(), patches);
+  const auto picked = std::find_if(enough, buckets.end(), has_room);
+  if (picked == buckets.end() || *picked > 2 * *enough) return std::nullopt;
+  return static_cast<size_t>(picked - buckets.begin());
+}
 
 EncoderGraphs::Mirror::Mirror(std::vector<int64_t> sizes, at::ScalarType type, at::Device target)
     : host(at::zeros(sizes, at::TensorOptions().dtype(type).pinned_memory(true))),
@@ -65,16 +74,21 @@ std::unique_ptr<EncoderGraphs> EncoderGraphs::create(const Model& model, at::Dev
                                                      const EncoderGraphsOptions& options) {
   at::NoGradGuard no_grad;
   if (!has_kernels(model, device)) return nullptr;
-  std::unique_ptr<EncoderGraphs> out(new EncoderGraphs(model, device, options));
+  const VisionSpec& spec = *model.spec().vision;
+  std::vector<int64_t> buckets = encoder_buckets(options.max_patches, spec.merge * spec.merge);
+  if (buckets.empty()) return nullptr;
+  std::unique_ptr<EncoderGraphs> out(new EncoderGraphs(model, device, options, std::move(buckets)));
+  if (options.record && out->pool_ == nullptr) return nullptr;
   for (Graph& graph : out->graphs_) out->record(graph);
   return out;
 }
 
-EncoderGraphs::EncoderGraphs(const Model& model, at::Device device, const EncoderGraphsOptions& options)
-    : model_(model), device_(device), options_(options), pool_(make_cuda_graph_pool()) {
+EncoderGraphs::EncoderGraphs(const Model& model, at::Device device, const EncoderGraphsOptions& options,
+                             std::vector<int64_t> buckets)
+    : model_(model), device_(device), options_(options), pool_(make_cuda_graph_pool()), buckets_(std::move(buckets)) {
   const VisionSpec& spec = *model.spec().vision;
   merged_ = spec.merge * spec.merge;
-  for (const int64_t size : bucket_sizes(options.max_patches, merged_)) graphs_.push_back({.patches = size});
+  for (const int64_t size : buckets_) graphs_.push_back({.patches = size});
   const int64_t most = graphs_.back().patches, half = spec.head_dim() / 2;
   pixels_ = Mirror({most, spec.patch_values()}, pixel_type(model), device);
   cos_ = Mirror({most, half}, at::kFloat, device);
@@ -149,19 +163,19 @@ std::vector<at::Tensor> EncoderGraphs::run(const SequenceInput& images) {
     patches += image.grid.patches();
   }
   const VisionBatch batch = model_.vision_encoder()->batch(grids, at::kCPU);
-  const auto graph = std::find_if(graphs_.begin(), graphs_.end(), [&](const Graph& g) {
-    return g.patches >= patches && frames_.takes(batch.frames, g.patches) &&
-           (windows_.spacing == 0 || windows_.takes(batch.windows, g.patches));
+  const std::optional<size_t> bucket = pick_encoder_bucket(buckets_, patches, [&](int64_t room) {
+    return frames_.takes(batch.frames, room) && (windows_.spacing == 0 || windows_.takes(batch.windows, room));
   });
-  if (graph == graphs_.end()) return {};
+  if (!bucket.has_value()) return {};
+  Graph& graph = graphs_[*bucket];
   synchronize(device_);  // what was last copied from the host's side has arrived
-  fill(images, batch, graph->patches);
-  if (graph->graph != nullptr) {
-    graph->graph->replay();
+  fill(images, batch, graph.patches);
+  if (graph.graph != nullptr) {
+    graph.graph->replay();
   } else {
-    step(*graph);
+    step(graph);
   }
-  return each_image(model_, images.images, graph->visual);
+  return each_image(model_, images.images, graph.visual);
 }
 
 }  // namespace parvl

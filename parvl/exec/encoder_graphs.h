@@ -2,7 +2,10 @@
 // patches: one launch where there would be hundreds, which is what a few images wait for.
 #pragma once
 
+#include <absl/functional/function_ref.h>
+
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "parvl/models/packing.h"
@@ -15,6 +18,15 @@ struct EncoderGraphsOptions {
   bool record = true;          // false: the same work without recording it, launch by launch
 };
 
+// Numbers of patches to record graphs for, sorted: multiples of `merged`, at most `max_patches`, a third apart at most
+// from 256 on. None when not even `merged` fit.
+std::vector<int64_t> encoder_buckets(int64_t max_patches, int64_t merged);
+
+// The first of `buckets` (sorted) that has so many patches and for which has_room(its patches); its index. None when
+// that is more than twice the first with so many patches: that work would cost more than the launches it saves.
+std::optional<size_t> pick_encoder_bucket(const std::vector<int64_t>& buckets, int64_t patches,
+                                          absl::FunctionRef<bool(int64_t)> has_room);
+
 // All calls from one thread, which has a stream of its own (use_own_stream). The model outlives it.
 class EncoderGraphs {
  public:
@@ -25,7 +37,7 @@ class EncoderGraphs {
 
   bool recorded() const { return options_.record; }
   // Each image's "visual" [its merged tokens, hidden], in its own memory, when the current stream comes to that. None
-  // at all when the images are too many, or have too many frames or windows.
+  // at all when the images are too many, or have too many frames or windows for a graph of about their size.
   std::vector<at::Tensor> run(const SequenceInput& images);
 
  private:
@@ -54,7 +66,8 @@ class EncoderGraphs {
     at::Tensor visual;  // [patches / merge², hidden]
   };
 
-  EncoderGraphs(const Model& model, at::Device device, const EncoderGraphsOptions& options);
+  EncoderGraphs(const Model& model, at::Device device, const EncoderGraphsOptions& options,
+                std::vector<int64_t> buckets);
   void fill(const SequenceInput& images, const VisionBatch& batch, int64_t padded);
   void step(Graph& graph);
   void record(Graph& graph);
@@ -62,11 +75,12 @@ class EncoderGraphs {
   const Model& model_;
   at::Device device_;
   EncoderGraphsOptions options_;
-  int64_t merged_;  // patches a token
-  std::unique_ptr<CudaGraphPool> pool_;
+  int64_t merged_;                       // patches a token
+  std::unique_ptr<CudaGraphPool> pool_;  // not null where graphs are recorded
   Mirror pixels_, cos_, sin_, order_, raster_;
   Borders frames_, windows_;
-  std::vector<Graph> graphs_;
+  std::vector<int64_t> buckets_;
+  std::vector<Graph> graphs_;  // one for each of them
 };
 
 }  // namespace parvl

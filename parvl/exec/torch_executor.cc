@@ -133,7 +133,14 @@ class TorchExecutor : public ModelExecutor {
       done.completion.tokens = graph ? run_graph(items, masks) : sample(items, forward(items), masks);
       return absl::OkStatus();
     });
-    if (!done.completion.status.ok()) done.completion.tokens.clear();
+    if (!done.completion.status.ok()) {
+      done.completion.tokens.clear();
+      // What it had queued may still read what goes below. A device that is lost says so again.
+      (void)catch_exceptions("a failed step could not be ended", [&] {
+        synchronize(files_.device);
+        return absl::OkStatus();
+      });
+    }
     done.completion.end_s = clock_.now_seconds();
     items.clear();  // encoder outputs may go before anybody hears of the step
     report(std::move(done));
