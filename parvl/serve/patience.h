@@ -38,11 +38,14 @@ class Patience {
   asio::awaitable<std::optional<std::invoke_result_t<Work&>>> run(asio::thread_pool& pool, Work work) {
     const auto job = std::make_shared<PoolJob<Work>>(std::move(work));
     const std::shared_ptr<Wakeup> wakeup = connection_.wakeup();
-    asio::post(pool, [job, wakeup, &io = gateway_.io()] {
+    // Not shared with the job: one that still waits for a thread when the server ends goes after the io_context, in
+    // which the wakeup has a timer.
+    const std::weak_ptr<Wakeup> waiting = wakeup;
+    asio::post(pool, [job, waiting, &io = gateway_.io()] {
       if (!job->run()) return;
-      asio::post(io, [job, wakeup] {
+      asio::post(io, [job, waiting] {
         job->done = true;
-        wakeup->notify();
+        if (const auto still = waiting.lock()) still->notify();
       });
     });
     while (!job->done && !over()) co_await wakeup->wait();
