@@ -2,6 +2,7 @@
 // code and the last line on standard error.
 #include <absl/strings/numbers.h>
 #include <absl/strings/str_join.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -81,8 +82,7 @@ int run(int argc, char** argv) {
       return report(2, "PARVL_MEMORY_LIMIT must be a number of bytes, found " + excerpt(limit));
     }
   }
-  CLI::App app("ParVL trains and serves multimodal language models on clusters whose parts are unlike each other.",
-               PARVL_PROGRAM);
+  CLI::App app(PARVL_ABOUT, PARVL_PROGRAM);
   app.set_version_flag("--version", PARVL_PROGRAM " " + context.version);
   app.require_subcommand(0, 1);
   add_commands(app, context);
@@ -98,8 +98,9 @@ int run(int argc, char** argv) {
   }
   if (!status.ok()) return report(exit_code(status), std::string(status.message()));
   std::cout.flush();
-  if (!std::cout || std::fflush(stdout) != 0) return report(1, "cannot write to standard output");
-  return 0;
+  if (std::cout && std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return 0;
+  end_if_reader_left(STDOUT_FILENO);  // `parvl ... | head`
+  return report(1, "cannot write to standard output");
 }
 
 // An exception that left a thread: still one sentence, not a core dump.

@@ -1,6 +1,7 @@
 #include "parvl/base/signal.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -75,5 +76,12 @@ void say_when_interrupted() {
 }
 
 void ignore_broken_pipes() { ::signal(SIGPIPE, SIG_IGN); }
+
+void end_if_reader_left(int descriptor) {
+  pollfd state{descriptor, POLLOUT, 0};
+  if (::poll(&state, 1, 0) < 1 || (state.revents & (POLLERR | POLLHUP)) == 0) return;
+  ::signal(SIGPIPE, SIG_DFL);
+  ::raise(SIGPIPE);
+}
 
 }  // namespace parvl

@@ -26,4 +26,8 @@ void say_when_interrupted();
 // Writing to a closed pipe or socket becomes an error instead of ending the process.
 void ignore_broken_pipes();
 
+// Ends the process as SIGPIPE ends others, quietly, when `descriptor` is a pipe or socket whose reader has left; else
+// returns.
+void end_if_reader_left(int descriptor);
+
 }  // namespace parvl
