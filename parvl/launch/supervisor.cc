@@ -209,8 +209,10 @@ absl::Status supervise(const LaunchOptions& options) {
     const std::string what = how_it_ended(*bad);
     if (WIFEXITED(*bad->ended) && WEXITSTATUS(*bad->ended) == 2) return invalid(what, "; its last line says why");
     if (stopped || attempt == options.max_restarts) {
-      return failed(what, options.max_restarts > 0 ? absl::StrCat(" after ", attempt, " restarts") : "",
-                    "; the others were ended");
+      return failed(
+          what,
+          options.max_restarts > 0 ? absl::StrCat(" after ", attempt, attempt == 1 ? " restart" : " restarts") : "",
+          "; the others were ended");
     }
     if (options.log) options.log(absl::StrCat(what, "; restart ", attempt + 1, " of ", options.max_restarts));
   }

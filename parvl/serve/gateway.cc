@@ -274,7 +274,8 @@ void Gateway::warn_unknown_fields(const std::vector<std::string>& fields) {
 }
 
 void Gateway::finished(const HttpConnection& connection, int http_status) {
-  if (!is_probe(connection.path()) && connection.path() != kMetrics) metrics_.responded(http_status);
+  if (is_probe(connection.path()) || connection.path() == kMetrics) return;  // they come all the time
+  metrics_.responded(http_status);
   if (!options_.log_requests) return;
   LogFields fields = connection.log_fields();
   const auto method = http::to_string(connection.method());

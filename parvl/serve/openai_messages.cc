@@ -30,7 +30,8 @@ absl::Status parse_image(const Json& part, const std::string& where, const Reque
     url = it->get<std::string>();
   } else if (it->is_object()) {
     PARVL_ASSIGN_OR_RETURN(url, required_string(*it, "url", place));
-    if (const Json* detail = find_field(*it, "detail"); detail != nullptr && !detail->is_string()) {
+    const Json* detail = find_field(*it, "detail");  // of no effect; mm_processor_kwargs says the size
+    if (detail != nullptr && *detail != "auto" && *detail != "low" && *detail != "high") {
       return wrong(place + ".detail", "must be auto, low or high, found " + shown(*detail));
     }
   } else {

@@ -213,7 +213,7 @@ void log_failure(const HttpConnection& connection, const absl::Status& failure) 
 
 std::string queue_full(const Gateway& gateway, QueueKind kind) {
   return absl::StrCat("the queue is full: ", gateway.options().max_queue, " ", kQueueNames[index_of(kind)],
-                      " requests wait (--max-queue)");
+                      gateway.options().max_queue == 1 ? " request waits" : " requests wait", " (--max-queue)");
 }
 
 std::string too_many_tokens(const Admission& admission, int64_t prompt_tokens) {

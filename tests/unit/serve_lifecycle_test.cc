@@ -209,6 +209,7 @@ TEST_F(ServerTest, RequestsAreLoggedWithTheirIdAndTraceButNotTheirContent) {
   start();
   set_log_format(LogFormat::kJson);
   testing::internal::CaptureStderr();
+  for (const char* probe : {"/livez", "/readyz", "/health", "/metrics"}) EXPECT_EQ(get(probe).status, 200);  // unlogged
   const std::string trace = "4bf92f3577b34da6a3ce929d0e0e4736";
   EXPECT_EQ(
       chat(user_says("SECRET"), "X-Request-Id: mine\r\ntraceparent: 00-" + trace + "-00f067aa0ba902b7-01\r\n").status,

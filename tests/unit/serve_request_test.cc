@@ -234,9 +234,13 @@ TEST(ChatRequestTest, DetailOfAnImageIsAWord) {
   const auto with_detail = [](const Json& detail) {
     return parse(with_part({{"type", "image_url"}, {"image_url", {{"url", "data:,x"}, {"detail", detail}}}})).status();
   };
-  for (const Json& detail : {Json("low"), Json(nullptr)}) EXPECT_TRUE(with_detail(detail).ok()) << with_detail(detail);
-  EXPECT_EQ(field_of(with_detail(5)), "messages[0].content[0].image_url.detail");
-  EXPECT_EQ(http_status_of(with_detail(5)), 400);
+  for (const Json& detail : {Json("auto"), Json("low"), Json("high"), Json(nullptr)}) {
+    EXPECT_TRUE(with_detail(detail).ok()) << with_detail(detail);
+  }
+  for (const Json& detail : {Json(5), Json("ultra"), Json(""), Json("LOW")}) {
+    EXPECT_EQ(field_of(with_detail(detail)), "messages[0].content[0].image_url.detail");
+    EXPECT_EQ(http_status_of(with_detail(detail)), 400);
+  }
 }
 
 TEST(ChatRequestTest, WhatIsNotBuiltSaysSo) {

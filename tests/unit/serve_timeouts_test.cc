@@ -175,8 +175,8 @@ TEST_F(TimeoutTest, AFullQueueOfImagesLeavesTextItsPlaces) {
   EXPECT_THAT(metrics, HasSubstr("parvl_queue_requests{pool=\"colocated\",queue=\"text\"} 1\n"));
   const TestReply second = send(picture)->read_reply();
   EXPECT_EQ(second.status, 429);  // before anything is decoded: the picture is none
-  EXPECT_EQ(second.message(), "the queue is full: 1 image requests wait (--max-queue)");
-  EXPECT_EQ(chat(user_says("more")).message(), "the queue is full: 1 text requests wait (--max-queue)");
+  EXPECT_EQ(second.message(), "the queue is full: 1 image request waits (--max-queue)");
+  EXPECT_EQ(chat(user_says("more")).message(), "the queue is full: 1 text request waits (--max-queue)");
   expect_refused("queue_full", 2);
   open_gate();
   EXPECT_EQ(runs->read_reply().status, 200);
