@@ -3,11 +3,12 @@
 #include <sys/resource.h>
 
 #include <atomic>
-#include <chrono>
+#include <cstdio>
 #include <thread>
 
-#include "parvl/base/memory.h"
+#include "parvl/base/check.h"
 #include "parvl/media/grammar_limits.h"
+#include "parvl/media/sandbox.h"
 #include "tests/unit/byte_level_tokenizer.h"
 #include "tests/unit/media_grammar_fixture.h"
 
@@ -15,6 +16,29 @@ namespace parvl {
 namespace {
 
 using testing::HasSubstr;
+
+rusage used(int who) {
+  rusage out{};
+  PARVL_CHECK(getrusage(who, &out) == 0, "no figures of this process");
+  return out;
+}
+
+// Of this thread: what the machine does beside it does not count.
+double cpu_seconds() {
+  const rusage own = used(RUSAGE_THREAD);
+  return static_cast<double>(own.ru_utime.tv_sec + own.ru_stime.tv_sec) +
+         static_cast<double>(own.ru_utime.tv_usec + own.ru_stime.tv_usec) * 1e-6;
+}
+
+void expect_bounded_peak() {
+  int64_t most_kib = 1 << 20;
+#if defined(PARVL_ADDRESS_SANITIZER)
+  std::puts(
+      "AddressSanitizer keeps freed memory back and puts room around each piece: the bound is 2 GiB in place of 1");
+  most_kib *= 2;
+#endif
+  EXPECT_LT(used(RUSAGE_SELF).ru_maxrss, most_kib);
+}
 
 TEST_F(GrammarTest, KeepsWhatFitsAndForgetsTheOldest) {
   const auto one = compiler_->compile(*source_of(R"({"type":"integer"})"));
@@ -233,9 +257,8 @@ TEST_F(GrammarTest, HostileSchemasCostLittle) {
       R"({"type":"array","items":{"type":"array","items":{"type":"string","maxLength":4000},"maxItems":4000},"minItems":4000})",
       R"({"title":")" + std::string(1 << 20, 'x') + "\"}",
   };
-  const int64_t free_before = available_bytes();
   for (const std::string& schema : schemas) {
-    const auto start = std::chrono::steady_clock::now();
+    const double start = cpu_seconds();
     const auto grammar = compile(schema);
     if (grammar.ok()) {
       GrammarMatcher matcher(*grammar);
@@ -249,10 +272,9 @@ TEST_F(GrammarTest, HostileSchemasCostLittle) {
       EXPECT_LT(grammar.status().message().size(), 700u);
       EXPECT_TRUE(absl::IsInvalidArgument(grammar.status())) << grammar.status();
     }
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    EXPECT_LT(seconds, 20) << schema.substr(0, 200);  // a second or two alone on a machine
+    EXPECT_LT(cpu_seconds() - start, 20) << schema.substr(0, 200);  // it takes a second or two
   }
-  EXPECT_GT(available_bytes(), free_before - (int64_t{1} << 30));
+  expect_bounded_peak();
 }
 
 // Automata of the square of a pattern's length, which the steps hardly count.
@@ -263,9 +285,7 @@ TEST_F(GrammarTest, StarsInStarsTakeBoundedMemory) {
   }
   const auto grammar = compile(R"({"properties":{)" + stars + "}}");
   EXPECT_TRUE(grammar.ok() || absl::IsInvalidArgument(grammar.status())) << grammar.status();
-  rusage used{};
-  ASSERT_EQ(getrusage(RUSAGE_SELF, &used), 0);
-  EXPECT_LT(used.ru_maxrss, 1 << 20);  // KiB at the peak
+  expect_bounded_peak();
 }
 
 TEST_F(GrammarTest, CompilesFromManyThreads) {
