@@ -127,7 +127,6 @@ CALLS_REFUSED = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "x"}, "parallel_tool_calls"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "x"}}, "structured_outputs"),
 ]
 

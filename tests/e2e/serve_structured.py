@@ -189,6 +189,20 @@ class Hermes(Structured):
         choice = self.create(tools=TOOLS, tool_choice="none", logit_bias=bias, max_tokens=4).choices[0]
         self.assertEqual((choice.message.content, choice.message.tool_calls), ("<tool_call>" * 4, None))
 
+    def test_calls_or_an_answer_of_the_form(self):
+        schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"], "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        fields = {"tools": TOOLS, "parallel_tool_calls": False, "response_format": form, "max_tokens": 300}
+        brace = self.server.request("POST", "/tokenize", {"prompt": "{", "add_special_tokens": False})[2]["tokens"]
+        self.assertEqual(len(brace), 1)
+        for seed in range(4):
+            called = self.create(seed=seed, logit_bias={str(TOOL_CALL): 100}, **fields).choices[0]
+            self.assertEqual((called.finish_reason, called.message.content), ("tool_calls", None))
+            self.check_calls(called.message.tool_calls)
+            answered = self.create(seed=seed, logit_bias={str(brace[0]): 100}, **fields).choices[0]
+            self.assertEqual((answered.finish_reason, answered.message.tool_calls), ("stop", None))
+            self.assertTrue(jsonschema_rs.is_valid(schema, json.loads(answered.message.content)), answered.message.content)
+
     def test_calls_in_history_reach_the_template(self):
         call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"town": "Ulm", "days": 2}'}}
         messages = USER + [{"role": "assistant", "content": None, "tool_calls": [call]},
@@ -205,7 +219,6 @@ class Hermes(Structured):
                 ({"response_format": form}, "response_format", "'#/properties/a': the keyword 'not' is not supported; remove it"),
                 ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
                 ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "is missing"),
-                ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format", "tool_choice"),
                 ({"tools": TOOLS + TOOLS}, "tools", "twice"),
                 ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
                 ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
@@ -223,6 +236,12 @@ class Hermes(Structured):
 
 class Llama(Structured):
     template = LLAMA
+
+    def test_a_form_beside_calls_that_are_json_themselves(self):
+        with self.assertRaises(openai.BadRequestError) as raised:
+            self.create(tools=TOOLS, response_format={"type": "json_object"})
+        self.assertEqual(raised.exception.param, "response_format")
+        self.assertIn("tool_choice", raised.exception.message)
 
     def test_one_call_in_its_form(self):
         for seed in range(6):
