@@ -232,11 +232,13 @@ class Lifecycle(unittest.TestCase):
 class CommandLine(unittest.TestCase):
     def test_json_log(self):
         with Server("--log-format", "json", "--log-requests") as server:
-            server.request("GET", "/livez", headers={"X-Request-Id": "mine", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"})
+            server.request("GET", "/livez")
+            server.request("GET", "/version", headers={"X-Request-Id": "mine", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"})
             server.chat(messages=ask("nobody may read this"), max_tokens=1)
         lines = [json.loads(line) for line in server.errors]
-        probe = next(line for line in lines if line.get("request_id") == "mine")
-        self.assertEqual((probe["path"], probe["status"], probe["trace_id"]), ("/livez", 200, "ab" * 16))
+        mine = next(line for line in lines if line.get("request_id") == "mine")
+        self.assertEqual((mine["path"], mine["status"], mine["trace_id"]), ("/version", 200, "ab" * 16))
+        self.assertFalse(any(line.get("path") == "/livez" for line in lines))
         self.assertTrue(any(line.get("path") == "/v1/chat/completions" for line in lines))
         self.assertNotIn("nobody", "".join(server.errors))
 
