@@ -2,6 +2,10 @@
 
 #include <absl/strings/numbers.h>
 
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+
 #include "parvl/base/env.h"
 #include "parvl/base/text.h"
 #include "parvl/comm/gloo/gloo_communicator.h"
@@ -41,6 +45,47 @@ absl::StatusOr<std::unique_ptr<Communicator>> communicator_from_environment() {
   options.prefix =
       absl::StrCat("parvl/", get_env("TORCHELASTIC_RUN_ID", "run"), "/", get_env("TORCHELASTIC_RESTART_COUNT", "0"));
   return make_gloo_communicator(options);
+}
+
+namespace {
+
+FailureExplainer explainer;
+std::terminate_handler handler_before = nullptr;
+
+[[noreturn]] void leave(const absl::Status& status) {
+  std::fprintf(stderr, PARVL_PROGRAM ": %s\n", one_line(std::string(status.message())).c_str());
+  std::fflush(stderr);
+  std::_Exit(exit_code(status));
+}
+
+void explain_and_terminate() {
+  const absl::Status failure = catch_exceptions("a call of the ranks' groups failed", [] {
+    if (std::exception_ptr current = std::current_exception()) std::rethrow_exception(current);
+    return absl::OkStatus();
+  });
+  const absl::Status why = explainer.explain(failure);
+  if (why != failure) leave(why);
+  handler_before();
+}
+
+}  // namespace
+
+absl::StatusOr<CheckOptions> checks_from_environment() {
+  CheckOptions out;
+  for (const auto& [name, seconds] : {std::pair("PARVL_RANK_DEADLINE_SECONDS", &out.deadline_s),
+                                      std::pair("PARVL_RANK_SILENCE_SECONDS", &out.silent_s)}) {
+    const std::string text = get_env(name);
+    if (text.empty() || (absl::SimpleAtod(text, seconds) && *seconds >= 1 && *seconds <= 1e6)) continue;
+    return invalid(name, " must be a number of seconds from 1 to 1000000, found ", excerpt(text));
+  }
+  out.on_finding = [](const absl::Status& status, const std::string& calls) {
+    std::fprintf(stderr, "%s\n%s", one_line(std::string(status.message())).c_str(), calls.c_str());
+  };
+  // Only the thread of the call knows more, and it does not come back.
+  out.on_stuck = leave;
+  out.explainer = &explainer;
+  if (handler_before == nullptr) handler_before = std::set_terminate(explain_and_terminate);
+  return out;
 }
 
 }  // namespace parvl

@@ -39,6 +39,7 @@ absl::Status run_train(const TrainOptions& options, const Context& context) {
   const StopSignal signal;
   TrainerEnvironment environment;
   environment.communicator = communicator.get();
+  PARVL_ASSIGN_OR_RETURN(environment.checks, checks_from_environment());
   environment.clock = &context.clock;
   environment.base_dir = std::filesystem::absolute(options.config).parent_path().string();
   environment.stop_requested = [&signal] { return signal.requested(); };

@@ -96,7 +96,8 @@ TrainerEnvironment quiet_environment(const VerifyFlags& flags, const Context& co
 
 absl::StatusOr<VerifyRun> run_as_threads(const Recipe& recipe, const VerifyFlags& flags, const Context& context) {
   std::vector<absl::StatusOr<VerifyRun>> runs(static_cast<size_t>(recipe.parallel.world()));
-  run_local_world(recipe.parallel.world(), {}, [&](Communicator& rank) {
+  constexpr double kDay_s = 24 * 3600;  // the checks are stricter
+  run_local_world(recipe.parallel.world(), {.deadline_s = kDay_s}, [&](Communicator& rank) {
     TrainerEnvironment environment = quiet_environment(flags, context);
     environment.communicator = &rank;
     environment.loader_threads = 1;
@@ -180,6 +181,7 @@ absl::Status run_verify(const VerifyFlags& given, const Context& context) {
   } else {
     TrainerEnvironment environment = quiet_environment(flags, context);
     environment.communicator = communicator.get();
+    PARVL_ASSIGN_OR_RETURN(environment.checks, checks_from_environment());
     run = run_steps(recipe, environment, flags.steps);
   }
   PARVL_RETURN_IF_ERROR(run.status());

@@ -181,11 +181,13 @@ std::string position(int64_t rank, const RankReports& reports) {
   return absl::StrCat("rank ", rank, " is in no call; its last was ", describe(last->group.name, last->calls.back()));
 }
 
-std::string last_calls(const RankReport& report, int64_t now_ns) {
+std::string situation(const RankReport& mine, RankReports others, int64_t world, int64_t now_ns) {
+  others[mine.rank] = mine;
   std::string out;
-  for (const GroupReport& group : report.groups) {
+  for (int64_t rank = 0; rank < world; ++rank) absl::StrAppend(&out, position(rank, others), "\n");
+  for (const GroupReport& group : mine.groups) {
     if (group.calls.empty()) continue;
-    absl::StrAppend(&out, "the last calls of rank ", report.rank, " in group ", group.group.name, ":\n");
+    absl::StrAppend(&out, "the last calls of rank ", mine.rank, " in group ", group.group.name, ":\n");
     for (const CallRecord& call : group.calls) {
       const double ago_s = static_cast<double>(now_ns - call.begun_ns) * 1e-9;
       const double took_s = static_cast<double>(call.ended_ns - call.begun_ns) * 1e-9;

@@ -31,9 +31,9 @@ std::vector<int64_t> awaited_ranks(const RankReport& report, const RankReports& 
 std::string describe(const std::string& group, const CallRecord& call);
 // "rank 0 waits since 3.2 s in group g, call 5 (...)", or its last call, or that nothing was heard of it.
 std::string position(int64_t rank, const RankReports& reports);
-// The calls that a rank's report tells of, a line each: "  call 5: all_reduce (sum) of 6 float32, 0.310 s ago, under
-// way".
-std::string last_calls(const RankReport& report, int64_t now_ns);
+// A line each: where all ranks are, and the calls that this rank's report tells of: "  call 5: all_reduce (sum) of 6
+// float32, 0.310 s ago, under way".
+std::string situation(const RankReport& mine, RankReports others, int64_t world, int64_t now_ns);
 // "rank 3", "ranks 0, 2"
 std::string rank_list(const std::vector<int64_t>& ranks);
 

@@ -1,5 +1,7 @@
 #include "parvl/comm/call_report.h"
 
+#include <absl/strings/numbers.h>
+
 #include <algorithm>
 
 #include "parvl/base/json.h"
@@ -106,6 +108,19 @@ absl::StatusOr<RankReport> parse_report(const std::string& text) {
     return absl::OkStatus();
   }));
   return out;
+}
+
+std::string to_text(const absl::Status& error) {
+  return absl::StrCat(static_cast<int>(error.code()), " ", error.message());
+}
+
+absl::Status parse_status(const std::string& text) {
+  const size_t blank = text.find(' ');
+  int code = 0;
+  if (blank == std::string::npos || !absl::SimpleAtoi(text.substr(0, blank), &code) || code <= 0) {
+    return absl::InternalError("another rank has failed");
+  }
+  return absl::Status(static_cast<absl::StatusCode>(code), text.substr(blank + 1));
 }
 
 }  // namespace parvl

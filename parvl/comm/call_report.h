@@ -40,6 +40,10 @@ GroupReport report_of(const CallLog& log, size_t calls);
 std::string to_text(const RankReport& report);
 absl::StatusOr<RankReport> parse_report(const std::string& text);
 
+// An error as ranks tell each other: "3 the message".
+std::string to_text(const absl::Status& error);
+absl::Status parse_status(const std::string& text);
+
 // By rank in the world; none where a rank has not told.
 using RankReports = std::map<int64_t, RankReport>;
 

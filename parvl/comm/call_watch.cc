@@ -1,6 +1,5 @@
 #include "parvl/comm/call_watch.h"
 
-#include <absl/strings/numbers.h>
 #include <absl/strings/str_format.h>
 
 #include <algorithm>
@@ -22,34 +21,37 @@ constexpr double kEagerSeconds = 5;  // then questions become rare
 // see.
 absl::Status own(const absl::Status& status) { return absl::Status(status.code(), status.message()); }
 
-std::string verdict_text(const absl::Status& status) {
-  return absl::StrCat(static_cast<int>(status.code()), " ", status.message());
-}
-
-absl::Status verdict_from(const std::string& text) {
-  const size_t blank = text.find(' ');
-  int code = 0;
-  if (blank == std::string::npos || !absl::SimpleAtoi(text.substr(0, blank), &code) || code <= 0) {
-    return absl::InternalError("another rank has failed");
-  }
-  return absl::Status(static_cast<absl::StatusCode>(code), text.substr(blank + 1));
-}
-
 std::string key_of(int64_t rank) { return absl::StrCat("report/", rank); }
 
 std::chrono::duration<double> seconds(double value) { return std::chrono::duration<double>(value); }
 
 }  // namespace
 
+absl::Status FailureExplainer::explain(const absl::Status& failure) {
+  std::lock_guard lock(mutex_);
+  if (watch_ == nullptr) return failure;
+  const absl::Status out = watch_->explain(failure);
+  watch_->linger();
+  return out;
+}
+
 CallWatch::CallWatch(int64_t rank, int64_t world, std::unique_ptr<Store> store, const CheckOptions& options)
     : rank_(rank), world_(world), options_(options), store_(std::move(store)) {
   PARVL_CHECK(options_.clock != nullptr, "watching calls needs a clock");
+  if (options_.explainer != nullptr) {
+    std::lock_guard lock(options_.explainer->mutex_);
+    options_.explainer->watch_ = this;
+  }
   if (options_.beat_s <= 0 || world_ == 1) return;
   messenger_ = std::thread([this] { send_messages(); });
   guard_ = std::thread([this] { stand_guard(); });
 }
 
 CallWatch::~CallWatch() {
+  if (options_.explainer != nullptr) {
+    std::lock_guard lock(options_.explainer->mutex_);
+    if (options_.explainer->watch_ == this) options_.explainer->watch_ = nullptr;
+  }
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -83,22 +85,28 @@ void CallWatch::stand_guard() {
   }
 }
 
+void CallWatch::linger() {
+  if (store_gone_ns_ >= 0 || !store_->ends_with_this_process()) return;
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, seconds(options_.leave_s), [] { return false; });
+}
+
 void CallWatch::say_goodbye() {
   look();  // tells what is still to be told
-  const bool ended_well = ended().ok();
-  RankReport mine = report(ended_well ? 0 : kToldCalls);
+  if (!ended().ok()) return linger();
+  RankReport mine = report(0);
   mine.number = ++told_;
-  mine.has_left = ended_well;
-  if (store_gone_ns_ >= 0 || !store_->set(key_of(rank_), to_text(mine)).ok() || !store_->ends_with_this_process())
-    return;
-  // The others still read here: what went wrong; or, when all is well, until each has left too.
+  mine.has_left = true;
+  if (store_gone_ns_ >= 0 || !store_->set(key_of(rank_), to_text(mine)).ok()) return;
+  if (!store_->ends_with_this_process()) return;
+  // The others still read here until each has left too.
   const int64_t until = now() + static_cast<int64_t>(options_.leave_s * 1e9);
   for (bool all_left = false; !all_left && now() < until;) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, seconds(0.01), [] { return false; });
     lock.unlock();
     if (!read_reports().ok()) return;
-    all_left = ended_well;
+    all_left = true;
     for (int64_t rank = 0; rank < world_; ++rank) all_left = all_left && (rank == rank_ || reports_[rank].has_left);
   }
 }
@@ -179,7 +187,7 @@ void CallWatch::set_ended(const absl::Status& why, bool found, bool tell_others)
     ended_ = own(why);
     ended_ns_ = now();
     tell_verdict_ = tell_others;
-    if (found && options_.on_finding) calls = calls_text();
+    if (found && options_.on_finding) calls = situation(report_locked(kShownCalls), reports_, world_, now());
     for (Watched& group : groups_) {
       if (group.end_calls) group.end_calls(std::string(why.message()));
     }
@@ -225,7 +233,8 @@ void CallWatch::look() {
   std::lock_guard one(look_mutex_);
   {
     std::lock_guard lock(mutex_);
-    if (store_gone_ns_ >= 0) return;
+    // Once all is told the store may go with the process that holds it.
+    if (store_gone_ns_ >= 0 || (!ended_.ok() && !tell_verdict_)) return;
     look_began_ns_ = now();
   }
   const absl::Status looked = look_at_store();
@@ -269,14 +278,14 @@ absl::Status CallWatch::look_at_store() {
 absl::Status CallWatch::hear_verdict() {
   PARVL_ASSIGN_OR_RETURN(const std::optional<std::string> verdict, store_->look("verdict"));
   if (verdict.has_value()) {
-    const absl::Status told = verdict_from(*verdict);
+    const absl::Status told = parse_status(*verdict);
     set_ended(told, /*found=*/!absl::IsAborted(told), /*tell_others=*/false);
   }
   std::string mine;
   {
     std::lock_guard lock(mutex_);
     if (!std::exchange(tell_verdict_, false) || verdict.has_value()) return absl::OkStatus();
-    mine = verdict_text(ended_);
+    mine = to_text(ended_);
   }
   return store_->set("verdict", mine);
 }
@@ -385,14 +394,6 @@ absl::Status CallWatch::find_overdue() const {
   if (who.empty()) who = "; all ranks have come, but it does not end";
   return absl::DeadlineExceededError(
       absl::StrCat(call, " of rank ", rank_, " was not done within ", options_.deadline_s, " s", who));
-}
-
-std::string CallWatch::calls_text() const {
-  const RankReport mine = report_locked(kShownCalls);
-  const RankReports all = all_reports(mine);
-  std::string out;
-  for (int64_t rank = 0; rank < world_; ++rank) absl::StrAppend(&out, position(rank, all), "\n");
-  return out + last_calls(mine, now());
 }
 
 }  // namespace parvl

@@ -18,6 +18,21 @@
 
 namespace parvl {
 
+class CallWatch;
+
+// For failures outside of a call: Gloo throws on a thread of its own when more comes than a rank awaits, which ends the
+// process. What is asked to explain is the last watch that was made with it. Outlives these.
+class FailureExplainer {
+ public:
+  // As CallWatch::explain; `failure` itself when nothing is watched. Any thread.
+  absl::Status explain(const absl::Status& failure);
+
+ private:
+  friend class CallWatch;
+  std::mutex mutex_;  // held while one is explained, so that the watch stays
+  CallWatch* watch_ = nullptr;
+};
+
 struct CheckOptions {
   const Clock* clock = nullptr;  // thread-safe; outlives what uses it
   double deadline_s = 600;       // of a call, for the others to come; see also CommSite::Wait::kLong
@@ -29,6 +44,7 @@ struct CheckOptions {
   bool full = false;             // every collective is compared, through the store, before its result is given
   // The first time that this rank's groups end by what was found: the cause, and the last calls as text. Any thread.
   std::function<void(const absl::Status&, const std::string& calls)> on_finding;
+  FailureExplainer* explainer = nullptr;  // may be null
   // A call cannot be ended (Gloo): the process must leave. On a thread of the watch; need not return.
   std::function<void(const absl::Status&)> on_stuck;
 };
@@ -66,6 +82,7 @@ class CallWatch {
   void guard();  // what can be seen without it
 
  private:
+  friend class FailureExplainer;
   struct Watched {
     CallLog log;
     std::function<void(const std::string&)> end_calls;  // empty: removed
@@ -92,8 +109,8 @@ class CallWatch {
   absl::Status find_silent(const RankReport& mine) const;
   absl::Status find_overdue() const;
   void set_ended(const absl::Status& why, bool found, bool tell_others);
+  void linger();
   void say_goodbye();
-  std::string calls_text() const;
   double waited_s() const;
   RankReport report_locked(size_t calls) const;
   RankReports all_reports(const RankReport& mine) const;

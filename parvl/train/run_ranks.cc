@@ -11,7 +11,7 @@
 namespace parvl {
 
 absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& spec, const ModelSpec& model,
-                                                           Communicator* communicator) {
+                                                           Communicator* communicator, const CheckOptions& checks) {
   auto out = std::make_unique<RunRanks>(model);
   PARVL_ASSIGN_OR_RETURN(out->parts_, split_layers(model.backbone.layers, spec.llm.pp, spec.llm.stages));
   std::vector<std::string> modules;
@@ -24,7 +24,8 @@ absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& s
                    " (parvl launch --nproc-per-node ", plan.world, " -- parvl train ...), or change `parallel`");
   }
   if (communicator == nullptr) return out;
-  PARVL_ASSIGN_OR_RETURN(out->mesh_, DeviceMesh::connect(std::move(plan), *communicator));
+  out->checked_ = std::make_unique<CheckedCommunicator>(*communicator, checks);
+  PARVL_ASSIGN_OR_RETURN(out->mesh_, DeviceMesh::connect(std::move(plan), *out->checked_));
   return out;
 }
 
@@ -126,6 +127,7 @@ absl::Status RunRanks::sum_exactly(absl::Span<uint64_t> values) const {
 absl::Status RunRanks::sum(absl::Span<double> values) const {
   ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
   if (group == nullptr) return absl::OkStatus();
+  const CommSite site("sum");
   return group->all_reduce({values.data(), static_cast<int64_t>(values.size()), DType::kFloat64}, ReduceOp::kSum)
       ->wait();
 }
@@ -133,12 +135,18 @@ absl::Status RunRanks::sum(absl::Span<double> values) const {
 absl::Status RunRanks::agree(const absl::Status& mine) const {
   ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
   if (group == nullptr) return mine;
+  const CommSite site("agree");
   double last = mine.ok() ? -1 : static_cast<double>(rank());
   const absl::Status asked = group->all_reduce({&last, 1, DType::kFloat64}, ReduceOp::kMax)->wait();
   if (!mine.ok()) return mine;
   PARVL_RETURN_IF_ERROR(asked);
   if (last < 0) return absl::OkStatus();
   return failed("rank ", static_cast<int64_t>(last), " failed; its own last line says why");
+}
+
+absl::Status RunRanks::compare() const {
+  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
+  return group == nullptr ? absl::OkStatus() : checked_->compare(*group);
 }
 
 absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std::string>>& named) const {
@@ -150,6 +158,7 @@ absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std
     const std::string hash = sha256_hex(text);
     for (size_t i = 0; i < 4; ++i) parts.push_back(static_cast<double>(std::stoll(hash.substr(8 * i, 8), nullptr, 16)));
   }
+  const CommSite site("expect_equal");
   std::vector<double> extremes = parts;
   for (const double part : parts) extremes.push_back(-part);
   PARVL_RETURN_IF_ERROR(

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "parvl/base/parallel_spec.h"
+#include "parvl/comm/checked_group.h"
 #include "parvl/comm/device_mesh.h"
 #include "parvl/nn/param.h"
 #include "parvl/plan/pipeline/stages.h"
@@ -17,9 +18,10 @@ namespace parvl {
 // One thread. Alone, everything is immediate.
 class RunRanks {
  public:
-  // Connects to the others; all ranks call it. `communicator` null: one process. It outlives this.
+  // Connects to the others; all ranks call it. `communicator` null: one process. It outlives this. All groups are
+  // checked (parvl/comm/checked_group.h).
   static absl::StatusOr<std::unique_ptr<RunRanks>> create(const ParallelSpec& spec, const ModelSpec& model,
-                                                          Communicator* communicator);
+                                                          Communicator* communicator, const CheckOptions& checks);
   // One process.
   explicit RunRanks(const ModelSpec& model)
       : tied_(model.backbone.tied), parts_{{0, model.backbone.layers, true, true}} {}
@@ -68,6 +70,9 @@ class RunRanks {
   // This rank's status when that is an error; else the news that another rank has failed, and which; else OK. So that
   // nobody goes on, or waits, alone.
   absl::Status agree(const absl::Status& mine) const;
+  // OK when all ranks have made the same group calls so far; else InvalidArgument naming the first that differs. No
+  // message may be under way.
+  absl::Status compare() const;
 
   // The sum of whole numbers over all ranks, modulo 2^64, exact. At most 2^20 ranks.
   absl::Status sum_exactly(absl::Span<uint64_t> values) const;
@@ -78,9 +83,10 @@ class RunRanks {
   void abort(const std::string& reason) const;
 
  private:
-  std::unique_ptr<DeviceMesh> mesh_;  // null: one process
-  bool tied_ = false;                 // the output matrix is the embedding
-  std::vector<StagePart> parts_;      // by stage
+  std::unique_ptr<CheckedCommunicator> checked_;  // null: one process
+  std::unique_ptr<DeviceMesh> mesh_;              // likewise; its groups are checked_'s
+  bool tied_ = false;                             // the output matrix is the embedding
+  std::vector<StagePart> parts_;                  // by stage
 };
 
 }  // namespace parvl

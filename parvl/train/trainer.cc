@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "parvl/comm/comm_site.h"
 #include "parvl/nn/device.h"
 #include "parvl/plan/cost/flops.h"
 #include "parvl/train/pipeline_run.h"
@@ -190,6 +191,7 @@ absl::StatusOr<StepResult> Trainer::train_step(const GlobalBatch& batch) {
 }
 
 absl::Status Trainer::update(const StepResult& result) {
+  PARVL_RETURN_IF_ERROR(ranks_->compare());  // a step in which ranks called different things reaches no weight
   if (result.targets == 0) {
     optimizer_->skip_step();
     return absl::OkStatus();
@@ -233,6 +235,7 @@ absl::Status Trainer::after_step(const StepResult& result, double seconds) {
 
 absl::Status Trainer::save() {
   output_->working("saving");
+  const CommSite site("save", CommSite::Wait::kLong);
   CheckpointContents contents;
   contents.model = model_.get();
   contents.optimizer = optimizer_.get();
@@ -257,6 +260,7 @@ absl::Status Trainer::save() {
 absl::Status Trainer::evaluate() {
   if (!eval_set_) return absl::OkStatus();
   output_->working("evaluating");
+  const CommSite site("evaluate", CommSite::Wait::kLong);
   return ranks_->agree(evaluate_here());
 }
 

@@ -40,6 +40,7 @@ struct TrainerEnvironment {
   int columns = 80;
   int loader_threads = 0;                        // that decode images; 0: half of the cores. Changes no result
   Communicator* communicator = nullptr;          // to the run's other ranks; null: there are none
+  CheckOptions checks;                           // of their group calls; the clock is the one above
   std::vector<ActionRecord>* actions = nullptr;  // every action of this rank's pipeline is added, for measurements
 };
 

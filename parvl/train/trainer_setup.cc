@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "parvl/base/file.h"
+#include "parvl/comm/comm_site.h"
 #include "parvl/kernels/gemm_bf16.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
@@ -143,6 +144,7 @@ absl::Status Trainer::set_up() {
   }
   run_ = env_.clock->wall_ns();
   PARVL_RETURN_IF_ERROR(load_model_and_data());
+  const CommSite site("resume", CommSite::Wait::kLong);
   PARVL_RETURN_IF_ERROR(ranks_->agree(resume()));
   optimizer_->shard();
   const int64_t done = optimizer_->steps_done();
@@ -212,7 +214,9 @@ absl::Status Trainer::load_model_and_data() {
 absl::Status Trainer::connect(const ModelSpec& spec) {
   if (env_.communicator != nullptr && device_.is_cuda()) return not_available_yet("training on several GPUs");
   output_->working("waiting for the other ranks");
-  PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec, env_.communicator));
+  CheckOptions checks = env_.checks;
+  checks.clock = env_.clock;
+  PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec, env_.communicator, checks));
   return ranks_->expect_equal(recipe_sections(recipe_));
 }
 
