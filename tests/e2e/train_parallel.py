@@ -87,6 +87,25 @@ class Parallel(TrainCase):
         self.assertEqual([losses[step] for step in whole.steps()], whole.losses())
         self.same_state(self.folder / whole_out / "step-6", self.folder / hurt_out / "step-6")
 
+    def test_a_stopped_rank_is_named_by_the_others(self):
+        """A stopped process closes no connection: the other rank finds that it is silent, says so and leaves."""
+        for stopped, waits, says in ((1, 0, "rank 1 has given no sign of life for "), (0, 1, "rank 0's store at 127.0.0.1:")):
+            command = [str(PARVL), "launch", "--nproc-per-node", "2", "--grace-seconds", "1", "--",
+                       *self.command(*DP2, "train.steps=1000000", f"train.out=stopped{stopped}")]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                       env={**os.environ, "PARVL_RANK_SILENCE_SECONDS": "3"})
+            while json.loads(process.stdout.readline()).get("step") != 2:
+                pass
+            os.kill(self.rank_pid(process.pid, stopped), signal.SIGSTOP)
+            _, errors = process.communicate(timeout=240)
+            self.assertEqual(process.returncode, 1, errors)
+            line = next(line for line in errors.splitlines() if line.startswith("parvl: "))
+            self.assertIn(says, line)
+            self.assertIn(f"rank {waits} waits ", line)
+            self.assertRegex(line, r"in group \S+, call \d+ \(\w+")
+            self.assertIn(f"the last calls of rank {waits} in group world:", errors)
+            self.assertIn(f"rank {waits} ended with exit code 1", errors)
+
     def rank_pid(self, launcher, rank):
         for entry in os.listdir("/proc"):
             try:
