@@ -79,8 +79,10 @@ absl::Status save_file(const std::string& path, const NamedParams& tensors, cons
   for (const auto& [name, param] : tensors) {
     const at::Tensor whole = options.whole(*param).detach();
     if (!options.write || !status.ok()) continue;
-    const at::Tensor data = whole.to(at::kCPU, to_scalar_type(options.dtype)).contiguous();
-    status = (*writer)->append(data.data_ptr(), data.nbytes());
+    status = catch_exceptions("cannot write " + name, [&] {
+      const at::Tensor data = whole.to(at::kCPU, to_scalar_type(options.dtype)).contiguous();
+      return (*writer)->append(data.data_ptr(), data.nbytes());
+    });
   }
   return options.write && status.ok() ? (*writer)->finish() : status;
 }

@@ -84,8 +84,10 @@ absl::Status save_optimizer(const std::string& path, const CheckpointContents& c
         contents.ranks->whole(params, *tensor.param, tensor.part,
                               at::TensorOptions().dtype(to_scalar_type(dtype)).device(contents.optimizer->device()));
     if (!write || !status.ok()) continue;
-    const at::Tensor data = whole.to(at::kCPU).contiguous();
-    status = (*writer)->append(data.data_ptr(), data.nbytes());
+    status = catch_exceptions("cannot write " + tensor.name, [&] {
+      const at::Tensor data = whole.to(at::kCPU).contiguous();
+      return (*writer)->append(data.data_ptr(), data.nbytes());
+    });
   }
   return write && status.ok() ? (*writer)->finish() : status;
 }

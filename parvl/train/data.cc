@@ -72,7 +72,7 @@ absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuild
   return prompt.ok() ? std::move(prompt) : with_context(prompt.status(), sample.name);
 }
 
-double estimate_cost(const RawSample& sample, const PromptBuilder& prompts) {
+absl::StatusOr<double> estimate_cost(const RawSample& sample, const PromptBuilder& prompts) {
   constexpr double kBytesAToken = 4;
   double tokens = 0;
   for (const Message& message : sample.messages) {
@@ -82,12 +82,12 @@ double estimate_cost(const RawSample& sample, const PromptBuilder& prompts) {
   const ImageProcessorConfig& config = prompts.image_processor().config();
   const double side = static_cast<double>(config.patch_size * config.merge_size);
   for (const std::string& path : sample.image_paths) {
-    const auto file = MappedFile::open(path);
-    if (!file.ok()) continue;
-    const auto header = read_image_size((*file)->bytes());
-    if (!header.ok()) continue;
+    PARVL_ASSIGN_OR_RETURN(const auto file, MappedFile::open(path));
+    const auto header = read_image_size(file->bytes());
+    if (!header.ok()) return with_context(header.status(), path);
     const auto size = prompts.image_processor().target_size(header->width, header->height);
-    if (size.ok()) tokens += static_cast<double>(size->width) / side * static_cast<double>(size->height) / side;
+    if (!size.ok()) return with_context(size.status(), path);
+    tokens += static_cast<double>(size->width) / side * static_cast<double>(size->height) / side;
   }
   return tokens;
 }
@@ -126,8 +126,9 @@ struct BatchLoader::Impl {
     if (stop || fill_position >= end) return false;
     const int64_t step = fill_position / options.global_batch;
     place = fill_position++ % options.global_batch;
-    position = step * options.global_batch + sample_at(step, place);
-    index = order.at(position);
+    if (step != placed_step) place_samples(step);
+    position = step * options.global_batch + placed[static_cast<size_t>(place)].sample;
+    index = placed[static_cast<size_t>(place)].index;
     Slot& slot = slots[step];
     if (slot.samples.empty()) {
       slot.missing = options.global_batch / options.share.replicas;
@@ -136,23 +137,37 @@ struct BatchLoader::Impl {
     return true;
   }
 
-  // Which of a step's samples, in the order of the run, stands at a place of the batch.
-  int64_t sample_at(int64_t step, int64_t place) {
-    if (!options.balance) return place;
-    if (step != balanced_step) {
-      std::vector<double> costs;
-      for (int64_t i = 0; i < options.global_batch; ++i) {
-        const int64_t index = order.at(step * options.global_batch + i);
-        const auto [known, is_new] = costs_of.try_emplace(index);
-        if (is_new) known->second = static_cast<float>(estimate_cost(dataset->sample(index), *prompts));
-        costs.push_back(static_cast<double>(known->second));
-      }
-      const auto balanced = balanced_order(costs, options.share.micro_batch, options.share.replicas);
-      PARVL_CHECK(balanced.ok(), "a global batch that cannot be dealt out");
-      places = *balanced;
-      balanced_step = step;
+  // What stands at each place of a step's batch: `sample` of the step in the order of the run, `index` in the data set.
+  struct Placed {
+    int64_t sample = 0, index = 0;
+  };
+  void place_samples(int64_t step) {
+    placed_step = step;
+    placed.clear();
+    for (int64_t i = 0; i < options.global_batch; ++i) {
+      placed.push_back({i, order.at(step * options.global_batch + i)});
     }
-    return places[static_cast<size_t>(place)];
+    if (!options.balance) return;
+    std::vector<double> costs;
+    for (const Placed& one : placed) {
+      const auto [known, is_new] = costs_of.try_emplace(one.index);
+      if (is_new) {
+        const RawSample& sample = dataset->sample(one.index);
+        const absl::StatusOr<double> cost = estimate_cost(sample, *prompts);
+        if (!cost.ok()) {  // the step ends with it, so their order does not matter
+          slots[step].error = with_context(cost.status(), sample.name);
+          slots[step].error_place = one.sample;
+          costs_of.erase(known);
+          return;
+        }
+        known->second = static_cast<float>(*cost);
+      }
+      costs.push_back(static_cast<double>(known->second));
+    }
+    const auto balanced = balanced_order(costs, options.share.micro_batch, options.share.replicas);
+    PARVL_CHECK(balanced.ok(), "a global batch that cannot be dealt out");
+    const std::vector<Placed> before = placed;
+    for (size_t i = 0; i < placed.size(); ++i) placed[i] = before[static_cast<size_t>((*balanced)[i])];
   }
 
   void deliver(int64_t position, int64_t place, absl::StatusOr<Prompt> prompt) {
@@ -191,8 +206,8 @@ struct BatchLoader::Impl {
   std::condition_variable may_take;             // a step is whole
   SampleOrder order;                            // this and below: under `mutex`
   std::unordered_map<int64_t, float> costs_of;  // of samples, by index
-  std::vector<int64_t> places;                  // of step `balanced_step`
-  int64_t balanced_step = -1;
+  std::vector<Placed> placed;                   // of step `placed_step`
+  int64_t placed_step = -1;
   std::map<int64_t, Slot> slots;
   int64_t take_step;
   int64_t fill_position;

@@ -61,8 +61,9 @@ absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuild
                                       const PrepareOptions& options, int64_t position, ImageCache* images = nullptr);
 
 // About what a sample costs, in tokens: of its text by its length, of its images by the sizes that their headers tell.
-// Reads no more of the files; an image that cannot be read counts nothing, since preparing it will say why.
-double estimate_cost(const RawSample& sample, const PromptBuilder& prompts);
+// Reads no more of the files. An image that cannot be read is an error: ranks that see other costs would deal out other
+// samples.
+absl::StatusOr<double> estimate_cost(const RawSample& sample, const PromptBuilder& prompts);
 
 // The samples of one step that one replica trains on, in order; a micro batch is a run of `micro_batch` of them.
 struct GlobalBatch {

@@ -60,7 +60,8 @@ bool has_trained_params(const ParamTable& params, const Piece& piece) {
 
 void SegmentList::add(Piece piece) {
   const bool trained = has_trained_params(params_, piece);
-  segments_.emplace_back(std::move(piece), SegmentOptions{trained_before_, trained, recompute_});
+  const bool recompute = recompute_ && !piece.owns.empty();  // an exchange keeps nothing to save
+  segments_.emplace_back(std::move(piece), SegmentOptions{trained_before_, trained, recompute});
   starts_after(trained);
 }
 

@@ -105,10 +105,11 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
   const at::ScalarType master_type = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
   std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim, ranks));
   // One module a group, since each has its own mesh.
-  std::map<std::tuple<Module, double, double, int64_t, int64_t, bool>, size_t> index;
+  std::map<std::tuple<Module, double, double, int64_t, int64_t, bool, bool>, size_t> index;
   optimizer->state_dtype_ = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
   optimizer->masters_ = master_type != value_type;
   optimizer->device_ = device;
+  optimizer->params_ = &params;
   bool any = false;
   for (Param* param : params.untied()) {
     param->trains = !frozen(params, *param, recipe.train);
@@ -127,9 +128,10 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
     }
     const auto [lr, weight_decay] = settings(params, *param, recipe.optim);
     const bool counts = !ranks.counts || ranks.counts(*param);
-    auto [it, added] =
-        index.emplace(std::tuple(param->module, lr, weight_decay, param->part.count, param->part.copies, counts),
-                      optimizer->groups_.size());
+    const bool on_two_stages = ranks.on_two_stages && ranks.on_two_stages(*param);
+    auto [it, added] = index.emplace(
+        std::tuple(param->module, lr, weight_decay, param->part.count, param->part.copies, counts, on_two_stages),
+        optimizer->groups_.size());
     if (added) {
       optimizer->groups_.emplace_back();
       optimizer->groups_.back().lr = lr;
@@ -158,6 +160,7 @@ void Optimizer::shard() {
     group.master = own(group, group.master).clone();
     for (Param* param : group.params) param->master = param->value;
   }
+  params_->link_tied();
 }
 
 void Optimizer::unshard() {
@@ -179,6 +182,7 @@ void Optimizer::unshard() {
       param.master = group.master.narrow(0, group.offsets[i], param.part_numel()).view(param.part_shape());
     }
   }
+  params_->link_tied();
 }
 
 void Optimizer::zero_grad() {

@@ -43,6 +43,9 @@ struct OptimGroupState {
 struct OptimizerRanks {
   std::function<ProcessGroup*(Module)> data;  // null, or gives null: only here. Borrowed
   bool zero1 = false;
+  // Whether two stages hold a parameter: on both it lies in flat tensors of its own, so that sums over ranks, whose
+  // order may follow the place in a tensor, give both the same bits. Empty: none.
+  std::function<bool(const Param&)> on_two_stages;
   // Whether a parameter's part counts on this rank of a data group, the same on all of these; and a sum over all ranks
   // of a scalar, in place. Empty: here alone.
   std::function<bool(const Param&)> counts;
@@ -99,6 +102,7 @@ class Optimizer {
   Optimizer(const OptimRecipe& recipe, const OptimizerRanks& ranks) : recipe_(recipe), ranks_(ranks) {}
   OptimRecipe recipe_;
   OptimizerRanks ranks_;
+  ParamTable* params_ = nullptr;  // borrowed
   DType state_dtype_ = DType::kFloat32;
   bool masters_ = false, sharded_ = false;
   at::Device device_ = at::kCPU;

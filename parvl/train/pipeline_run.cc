@@ -149,13 +149,14 @@ class PipelineRun {
         return encoder ? encode(live) : forward_stage(live, action.microbatch);
       case ActionKind::kBackward:
         if (encoder) {
-          backward(live.encoder, live.features_grad);
+          backward(live.encoder, std::move(live.features_grad));
         } else {
-          upstream_[action.microbatch] = backward(live.stage, live.grad);
+          upstream_[action.microbatch] = backward(live.stage, std::exchange(live.grad, {}));
         }
         return;
       case ActionKind::kSend:
-        if (action.payload == Payload::kOutput) return messages_.send(live.out.at("hidden"), action.peer);
+        if (action.payload == Payload::kOutput)
+          return messages_.send(std::exchange(live.out, {}).at("hidden"), action.peer);
         messages_.send(upstream_.at(action.microbatch).at("hidden"), action.peer);
         upstream_.erase(action.microbatch);
         return;
@@ -189,7 +190,8 @@ class PipelineRun {
     SegmentList list(model_.params(), options_.recompute);
     list.add_vision(model_, live.batch, in);
     live.encoder = list.take();
-    live.features = forward(live.encoder, in);
+    live.features = forward(live.encoder, std::move(in));
+    live.batch.packed.pixels = {};  // the segments keep what their backward reads
   }
 
   // The images' embeddings to all ranks of the replica, of which the first stage's keep them; and their gradients back.

@@ -78,10 +78,13 @@ bool RunRanks::trains(const ParamTable& params, int64_t stage) const {
 at::Tensor RunRanks::whole(const ParamTable& params, const Param& param, const at::Tensor& own,
                            at::TensorOptions options) const {
   const CommSite site("whole " + param.name);
-  at::Tensor out = own.defined() ? params.whole(param, own).contiguous() : at::empty(param.shape, options);
-  if (stages() == 1 || param.module != Module::kBackbone) return out;
+  const bool in_stages = stages() > 1 && param.module == Module::kBackbone;
   int64_t owner = 0;
-  while (!holds(param, owner)) ++owner;
+  while (in_stages && !holds(param, owner)) ++owner;
+  // The last stage's copy of a tied embedding stays as it is.
+  const bool gives = own.defined() && (!in_stages || stage() == owner);
+  const at::Tensor out = gives ? params.whole(param, own).contiguous() : at::empty(param.shape, options);
+  if (!in_stages) return out;
   // A replica's ranks ascend by stage, then by tensor rank.
   wait(replica()->broadcast(buffer_of(out), owner * (replica()->size() / stages())));
   return out;
@@ -149,7 +152,8 @@ absl::Status RunRanks::compare() const {
   return group == nullptr ? absl::OkStatus() : checked_->compare(*group);
 }
 
-absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std::string>>& named) const {
+absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std::string>>& named,
+                                    const std::string& fix) const {
   ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
   if (group == nullptr) return absl::OkStatus();
   // A hash in parts that float64 holds exactly; equal everywhere when the largest is the smallest.
@@ -166,8 +170,7 @@ absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std
           ->wait());
   for (size_t i = 0; i < parts.size(); ++i) {
     if (extremes[i] == -extremes[parts.size() + i]) continue;
-    return invalid("the ranks' recipes differ in '", named[i / 4].first,
-                   "'; start all ranks with the same recipe and the same --set");
+    return invalid("the ranks differ in ", named[i / 4].first, "; ", fix);
   }
   return absl::OkStatus();
 }

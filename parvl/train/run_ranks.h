@@ -49,6 +49,10 @@ class RunRanks {
   // Whether a stage holds a parameter (all do, of other modules); and any that is trained.
   bool holds(const Param& param, int64_t stage) const;
   bool trains(const ParamTable& params, int64_t stage) const;
+  // Whether the first and the last stage both hold it.
+  bool on_two_stages(const Param& param) const {
+    return stages() > 1 && param.module == Module::kBackbone && holds(param, 0) && holds(param, stages() - 1);
+  }
   // One rank of each replica: the one whose loss counts.
   bool counts_loss() const {
     return part().head && (tensor(Module::kBackbone) == nullptr || tensor(Module::kBackbone)->rank() == 0);
@@ -77,8 +81,9 @@ class RunRanks {
   // The sum of whole numbers over all ranks, modulo 2^64, exact. At most 2^20 ranks.
   absl::Status sum_exactly(absl::Span<uint64_t> values) const;
 
-  // OK when these texts are equal on all ranks; else InvalidArgument naming the first that is not.
-  absl::Status expect_equal(const std::vector<std::pair<std::string, std::string>>& named) const;
+  // OK when these texts are equal on all ranks; else InvalidArgument naming the first that is not, and the fix.
+  absl::Status expect_equal(const std::vector<std::pair<std::string, std::string>>& named,
+                            const std::string& fix) const;
   // Ends the others' calls, as far as the backend can.
   void abort(const std::string& reason) const;
 

@@ -71,8 +71,13 @@ absl::Status Trainer::train_loop() {
                              [&] { return next_step(*loader); });
     const int64_t every = recipe_.train.checkpoint_every, done = optimizer_->steps_done();
     if (!ended.ok() || !((every > 0 && done % every == 0) || done == last)) continue;
-    PARVL_RETURN_IF_ERROR(save());
-    PARVL_RETURN_IF_ERROR(evaluate());
+    const absl::Status kept = catch_exceptions(absl::StrCat("after step ", done), [&]() -> absl::Status {
+      PARVL_RETURN_IF_ERROR(save());
+      return evaluate();
+    });
+    if (kept.ok()) continue;
+    ranks_->abort(std::string(kept.message()));
+    return kept;
   }
   if (!ended.ok()) ranks_->abort(std::string(ended.message()));
   PARVL_RETURN_IF_ERROR(save_the_rest(ended));

@@ -54,9 +54,9 @@ class Trainer {
   static absl::StatusOr<std::unique_ptr<Trainer>> create(const Recipe& recipe, TrainerEnvironment environment);
   ~Trainer();
 
-  // To the last step, or until stop_requested. The last step done is always saved, also when stopped or when a later
-  // step fails (a bad sample, no memory), unless the weights may be half updated. A loss or gradient that is not finite
-  // ends the run before it reaches the weights; nothing is saved then.
+  // To the last step, or until stop_requested. The last step done is always saved, also when stopped or, on one
+  // rank, when a later step fails (a bad sample, no memory), unless the weights may be half updated. A loss or gradient
+  // that is not finite ends the run before it reaches the weights; nothing is saved then.
   absl::Status run();
 
   // One optimizer step on one global batch, of which `batch` is this rank's share; what `run` repeats. A batch without

@@ -146,6 +146,11 @@ absl::Status Trainer::set_up() {
   PARVL_RETURN_IF_ERROR(load_model_and_data());
   const CommSite site("resume", CommSite::Wait::kLong);
   PARVL_RETURN_IF_ERROR(ranks_->agree(resume()));
+  // A folder that is not shared, or not yet seen alike, would let ranks start from unlike steps.
+  PARVL_RETURN_IF_ERROR(ranks_->expect_equal({{"the step that they start from", absl::StrCat(optimizer_->steps_done())},
+                                              {"the run that they continue", absl::StrCat(saved_step_ < 0 ? 0 : run_)},
+                                              {"data and model", identity_.dump()}},
+                                             "give all ranks the same files, and a train.out that they share"));
   optimizer_->shard();
   const int64_t done = optimizer_->steps_done();
   if (done > recipe_.train.steps) {
@@ -197,6 +202,7 @@ absl::Status Trainer::load_model_and_data() {
   OptimizerRanks ranks;
   ranks.data = [this](Module module) { return ranks_->data(module); };
   ranks.zero1 = recipe_.parallel.zero == 1;
+  ranks.on_two_stages = [this](const Param& param) { return ranks_->on_two_stages(param); };
   ranks.counts = [this](const Param& param) { return ranks_->counts(param); };
   ranks.sum = [this](const at::Tensor& value) { ranks_->sum(value); };
   PARVL_ASSIGN_OR_RETURN(optimizer_, Optimizer::create(model_->params(), recipe_, dtype_, device_, ranks));
@@ -217,7 +223,9 @@ absl::Status Trainer::connect(const ModelSpec& spec) {
   CheckOptions checks = env_.checks;
   checks.clock = env_.clock;
   PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec, env_.communicator, checks));
-  return ranks_->expect_equal(recipe_sections(recipe_));
+  std::vector<std::pair<std::string, std::string>> sections = recipe_sections(recipe_);
+  for (auto& [name, text] : sections) name = absl::StrCat("their recipes' '", name, "'");
+  return ranks_->expect_equal(sections, "start all ranks with the same recipe and the same --set");
 }
 
 // Prepares every sample once: what is wrong with one is said now and not at the first checkpoint, hours later. It costs

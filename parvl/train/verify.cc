@@ -34,7 +34,8 @@ std::pair<double, std::string> largest_error(const std::map<std::string, at::Ten
       const double difference = (found->second - tensor).abs().max().item<double>();
       error = scale > 0 ? difference / scale : difference;
     }
-    if (!(error <= out.first)) out = {error, name};  // also NaN
+    if (!(error <= out.first)) out = {error, name};  // also NaN, which stays
+    if (std::isnan(error)) break;
   }
   for (const auto& [name, tensor] : got) {
     if (want.count(name) == 0) out = {1, name};
