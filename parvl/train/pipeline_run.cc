@@ -191,7 +191,7 @@ class PipelineRun {
     list.add_vision(model_, live.batch, in);
     live.encoder = list.take();
     live.features = forward(live.encoder, std::move(in));
-    live.batch.packed.pixels = {};  // the segments keep what their backward reads
+    live.batch.packed.pixels = at::Tensor();  // the segments keep what their backward reads
   }
 
   // The images' embeddings to all ranks of the replica, of which the first stage's keep them; and their gradients back.
