@@ -66,9 +66,8 @@ at::Tensor DecoderLayer::operator()(const at::Tensor& x_TH, const RotaryTable& r
 
 at::Tensor VisionBlock::operator()(const at::Tensor& x_PH, const RotaryTable& rope, const SeqLayout& layout) const {
   const RowSplit rows = ranks->split(rope.cos.size(0), row_unit);
-  const at::Tensor all_PH = ranks->gather_rows(attn_norm(x_PH), rows);
-  const int64_t patches = all_PH.size(0), head_dim = all_PH.size(1) / heads;
-  const at::Tensor qkv_P3ND = qkv(all_PH).view({patches, -1, head_dim});
+  const int64_t head_dim = x_PH.size(1) / heads;
+  const at::Tensor qkv_P3ND = qkv(ranks->gather_rows(attn_norm(x_PH), rows)).unflatten(1, {-1, head_dim});
   const int64_t own = qkv_P3ND.size(1) / 3;  // heads
   const at::Tensor qk = rotary(qkv_P3ND.narrow(1, 0, 2 * own), rope.cos, rope.sin);
   const at::Tensor mixed_PND = packed_attention(qk.narrow(1, 0, own), qk.narrow(1, own, own),

@@ -244,10 +244,11 @@ TEST(CheckedGroup, ARankThatSkipsToAnotherGroupIsNamed) {
     if (rank.rank() == 0) status = make(*pair, {Do::kAllReduce, 6, 0, DType::kFloat32, "mlp"});
     if (status.ok()) status = make(*all, {Do::kAllReduce, 2, 0, DType::kFloat64, "loss"});
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    // Rank 2 may not be there yet when the circle of the others is found.
     EXPECT_THAT(
         std::string(status.message()),
-        HasSubstr("ranks 1, 2 for rank 0 in group world, call 0 (all_reduce (sum) of 2 float64 at loss); rank 0 "
-                  "for rank 1 in group pair, call 0 (all_reduce (sum) of 6 float32 at mlp)"));
+        testing::AllOf(HasSubstr("for rank 0 in group world, call 0 (all_reduce (sum) of 2 float64 at loss)"),
+                       HasSubstr("rank 0 for rank 1 in group pair, call 0 (all_reduce (sum) of 6 float32 at mlp)")));
   });
 }
 
