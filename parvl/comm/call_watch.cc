@@ -13,7 +13,7 @@
 namespace parvl {
 namespace {
 
-constexpr size_t kToldCalls = 32;  // of each group, while ranks look for what is wrong
+constexpr size_t kToldCalls = 16;  // of each group, while ranks look for what is wrong
 constexpr size_t kShownCalls = 16;
 constexpr double kEagerSeconds = 5;  // then questions become rare
 
