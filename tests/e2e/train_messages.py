@@ -22,7 +22,8 @@ class Messages(TrainCase):
                 "optim.groups=[{match: head.*, lr: 1}]": "optim.groups pattern 'head.*' matches no parameter",
                 "train.freeze=['*']": "train.freeze leaves no parameter to train",
                 "train.dtype=float16": "train.dtype",
-                "parallel.llm_backbone.tp=2": "not available yet",
+                "parallel.llm_backbone.tp=2": "start 2 (parvl launch --nproc-per-node 2 -- parvl train ...)",
+                "parallel.llm_backbone.sp=2": "not available yet",
                 "train.out=recipe.yaml/out": "train.out: cannot make the folder",
                 "train.resume=nowhere": "nowhere"}.items():
             with self.subTest(setting):
