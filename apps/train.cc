@@ -12,6 +12,7 @@
 #include "parvl/base/env.h"
 #include "parvl/base/signal.h"
 #include "parvl/base/text.h"
+#include "parvl/train/dry_run.h"
 #include "parvl/train/trainer.h"
 
 namespace parvl {
@@ -31,7 +32,11 @@ void print(FILE* stream, std::string_view text) {
 
 absl::Status run_train(const TrainOptions& options, const Context& context) {
   PARVL_ASSIGN_OR_RETURN(const Recipe recipe, load_recipe(options.config, options.overrides));
-  if (options.dry_run) return not_available_yet("train --dry-run");
+  if (options.dry_run) {
+    PARVL_ASSIGN_OR_RETURN(const DryRun result, dry_run(recipe));
+    print(stdout, options.json ? result.json.dump() + "\n" : result.text);
+    return absl::OkStatus();
+  }
   // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
   PARVL_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> communicator, communicator_from_environment());
@@ -62,10 +67,13 @@ void add_train_command(CLI::App& app, Context& context) {
   CLI::App* command = app.add_subcommand("train", "Trains a model by a recipe");
   named(command->add_option("--config", options->config, "recipe.yaml"))->required();
   command->add_option("--set", options->overrides, "key=value over the recipe, e.g. train.steps=100; may be repeated");
-  command->add_flag("--dry-run", options->dry_run,
-                    "Not available yet: print the rank table, bytes a rank and messages; load nothing");
-  command->add_flag("--json", options->json,
-                    "One JSON object a line on standard output for each logged step, save and evaluation");
+  command->add_flag(
+      "--dry-run", options->dry_run,
+      "Prints the rank table, bytes a rank and what the ranks say to each other in a step, from the recipe "
+      "and the model's config.json alone; loads nothing and starts nothing");
+  command->add_flag(
+      "--json", options->json,
+      "One JSON object a line on standard output for each logged step, save and evaluation; one with --dry-run");
   run_with(*command, context, [options, &context] { return run_train(*options, context); });
 }
 

@@ -1,12 +1,12 @@
 #include "parvl/train/layout_report.h"
 
+#include <absl/strings/match.h>
 #include <absl/strings/str_format.h>
 #include <absl/strings/str_join.h>
 
 #include <algorithm>
 
 #include "parvl/plan/cost/fit.h"
-#include "parvl/plan/cost/values.h"
 #include "parvl/plan/pipeline/messages.h"
 
 namespace parvl {
@@ -14,92 +14,136 @@ namespace {
 
 class Report {
  public:
-  Report(const MeshPlan& plan, const LayoutStep& step) : plan_(plan), step_(step) {
-    for (const GroupSpec& group : plan.groups) {
-      const size_t dot = group.name.find('.');
-      const ModuleMesh* const mesh = plan.find(group.name.substr(0, dot));
-      if (mesh == nullptr) continue;
-      const std::string rest = group.name.substr(dot + 1);
-      if (rest.starts_with("data[")) data(group, *mesh);
-      if (rest.starts_with("tied[")) tied(group, *mesh);
-      // The pair of a pipeline's stages, both directions one after the other: "pp[0].1>2", "pp[0].2>1".
-      if (rest.starts_with("pp[")) {
-        const auto [from, to] = stages_of(rest);
-        messages(group, *mesh, from, to);
-      }
+  Report(const Layout& layout, const StepMicrobatches& microbatches) : layout_(layout), microbatches_(microbatches) {}
+
+  absl::StatusOr<std::vector<GroupTraffic>> rows() {
+    for (const std::vector<StepMicrobatch>& replica : microbatches_) {
+      PARVL_ASSIGN_OR_RETURN(schedules_.emplace_back(), layout_.schedule(replica));
     }
+    for (const GroupSpec& group : layout_.mesh().groups) {
+      const size_t dot = group.name.find('.');
+      const std::string module = group.name.substr(0, dot);
+      const std::string rest = dot == std::string::npos ? "" : group.name.substr(dot + 1);
+      if (module == "world") add(group, group.ranks, world_traffic(layout_.mesh().world));
+      if (rest.starts_with("tp[")) tensor(group, module);
+      if (rest.starts_with("data[")) data(group, module);
+      if (module != "llm_backbone") continue;
+      if (rest.starts_with("model[")) images(group);
+      if (rest.starts_with("tied[")) tied(group);
+      if (rest.starts_with("pp[")) messages(group, rest);
+    }
+    return std::move(rows_);
   }
-  std::vector<GroupTraffic> rows() { return std::move(rows_); }
 
  private:
-  // "pp[I].A>B" → A, B.
-  static std::pair<int64_t, int64_t> stages_of(const std::string& name) {
+  void add(const GroupSpec& group, const std::vector<int64_t>& ranks, const std::vector<Traffic>& traffic) {
+    for (const Traffic& one : traffic) {
+      if (one.calls > 0) rows_.push_back({group.name, ranks, one});
+    }
+  }
+
+  const std::vector<StepMicrobatch>& microbatches_of(int64_t rank) const {
+    return microbatches_[static_cast<size_t>(layout_.replica_of(rank))];
+  }
+
+  void data(const GroupSpec& group, const std::string& module) {
+    std::vector<int64_t> values;
+    for (const FlatTensor& tensor : layout_.part(group.ranks.front()).trained) {
+      if (tensor.module == module) values.push_back(tensor.values);
+    }
+    const DataParallel shape{static_cast<int64_t>(group.ranks.size()), layout_.recipe().parallel.zero, layout_.master(),
+                             layout_.dtype()};
+    add(group, group.ranks, data_parallel_traffic(values, shape));
+  }
+
+  void tensor(const GroupSpec& group, const std::string& module) {
+    const int64_t rank = group.ranks.front();
+    std::vector<Traffic> all;
+    for (const StepMicrobatch& microbatch : microbatches_of(rank)) {
+      const std::vector<Traffic> one = rows_of(module, rank, microbatch);
+      all.insert(all.end(), one.begin(), one.end());
+    }
+    std::vector<SharedTensor> shared;
+    for (const FlatTensor& tensor : layout_.part(rank).trained) {
+      const bool same = tensor.parts == 1 || tensor.copies > 1;
+      if (tensor.module == module && same) shared.push_back({layout_.padded(tensor), tensor.parts});
+    }
+    const auto gradients = shared_gradient_traffic(shared, static_cast<int64_t>(group.ranks.size()), layout_.master());
+    all.insert(all.end(), gradients.begin(), gradients.end());
+    add(group, group.ranks, add_up(all));
+  }
+
+  // What a micro batch's rows are for in a module's tensor group.
+  std::vector<Traffic> rows_of(const std::string& module, int64_t rank, const StepMicrobatch& microbatch) const {
+    const Layout::Pieces pieces = layout_.pieces(layout_.stage_of(rank), microbatch);
+    const TensorCut cut = layout_.cut(module);
+    if (module == "llm_backbone") {
+      return backbone_tensor_traffic(layout_.model().backbone, layout_.stage(rank), pieces.stage,
+                                     {microbatch.tokens, 0, microbatch.targets}, cut);
+    }
+    if (!microbatch.has_images()) return {};
+    const int64_t first = layout_.place_of(rank) / cut.ranks;
+    if (module == "vision_encoder") {
+      return vision_tensor_traffic(*layout_.model().vision, pieces.vision,
+                                   microbatch.patches[static_cast<size_t>(first)], cut);
+    }
+    const std::vector<int64_t> merged = layout_.merged_rows(microbatch);
+    const auto begin = merged.begin() + first * cut.ranks;
+    return projector_tensor_traffic(layout_.model(), pieces.projector, *std::max_element(begin, begin + cut.ranks),
+                                    cut);
+  }
+
+  void images(const GroupSpec& group) {
+    std::vector<Traffic> all;
+    TensorCut replica = layout_.cut("llm_backbone");
+    replica.ranks = static_cast<int64_t>(group.ranks.size());
+    for (const StepMicrobatch& microbatch : microbatches_of(group.ranks.front())) {
+      if (!microbatch.has_images()) continue;
+      const std::vector<int64_t> merged = layout_.merged_rows(microbatch);
+      const auto one = image_exchange_traffic(layout_.model(), layout_.vision_trained(),
+                                              *std::max_element(merged.begin(), merged.end()), replica);
+      all.insert(all.end(), one.begin(), one.end());
+    }
+    add(group, group.ranks, add_up(all));
+  }
+
+  void tied(const GroupSpec& group) {
+    const int64_t bytes = layout_.tied_values(group.ranks.front()) * dtype_bytes(layout_.master());
+    if (bytes == 0) return;
+    add(group, group.ranks, {{TrafficKind::kAllReduce, 1, bytes, sent_bytes(TrafficKind::kAllReduce, bytes, 2)}});
+  }
+
+  // The pair of a pipeline's stages, one direction: "pp[0].1>2".
+  void messages(const GroupSpec& group, const std::string& name) {
     const size_t dot = name.find('.'), arrow = name.find('>');
-    return {std::stoll(name.substr(dot + 1, arrow - dot - 1)), std::stoll(name.substr(arrow + 1))};
-  }
-
-  void add(const GroupSpec& group, std::vector<int64_t> ranks, const Traffic& traffic) {
-    if (traffic.calls > 0) rows_.push_back({group.name, std::move(ranks), traffic});
-  }
-
-  DType dtype() const { return step_.model.dtype; }
-  DType master() const { return dtype() == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
-
-  void data(const GroupSpec& group, const ModuleMesh& mesh) {
-    const DataParallel shape{static_cast<int64_t>(group.ranks.size()), step_.parallel.zero, master(), dtype()};
-    for (const Traffic& traffic : data_parallel_traffic(step_.trained(mesh.module, group.ranks.front()), shape)) {
-      add(group, group.ranks, traffic);
-    }
-  }
-
-  void tied(const GroupSpec& group, const ModuleMesh& mesh) {
-    if (step_.tied_values == 0 || mesh.module != "llm_backbone") return;
-    const int64_t bytes = step_.tied_values * dtype_bytes(master());
-    add(group, group.ranks, {CallKind::kAllReduce, 1, bytes, sent_bytes(CallKind::kAllReduce, bytes, 2)});
-  }
-
-  // One replica's schedule; the others' are the same. Every micro batch has images, where the model takes any.
-  PipelineSchedule schedule(const ModuleMesh& mesh, int64_t rank) const {
-    PipelineShape shape;
-    shape.stages = mesh.grid.size("pp");
-    shape.microbatches.resize(static_cast<size_t>(step_.microbatches));
-    if (step_.model.vision) {
-      shape.encoder = EncoderPlace::kAllRanks;
-      for (Microbatch& microbatch : shape.microbatches) microbatch.encoders = {0};
-    }
-    for (const char* module : {"vision_encoder", "projector"}) {
-      const ModuleMesh* const other = plan_.find(module);
-      if (other != nullptr && !step_.trained(module, other->grid.first()).empty()) shape.encoder_trained = true;
-    }
-    for (const int64_t of_stage : mesh.grid.group_of(rank, {"pp"})) {
-      shape.stage_trained.push_back(!step_.trained(mesh.module, of_stage).empty());
-    }
-    return *make_1f1b(shape);
-  }
-
-  void messages(const GroupSpec& group, const ModuleMesh& mesh, int64_t from, int64_t to) {
-    if (mesh.module != "llm_backbone") return;
-    const std::vector<StageTensor> tensors = stage_tensors(step_.model, std::min(from, to), dtype());
-    const int64_t bytes = message_bytes(stage_messages(tensors, {step_.tokens, 0}, mesh.grid.size("tp"),
-                                                       mesh.grid.coordinate(group.ranks.front(), "tp")));
-    const PipelineSchedule one = schedule(mesh, group.ranks.front());
-    for (const PeerTraffic& peer : pipeline_traffic(one, from, [bytes](int64_t, int64_t) { return bytes; })) {
-      if (peer.peer != to || bytes == 0) continue;
+    const int64_t from = std::stoll(name.substr(dot + 1, arrow - dot - 1)), to = std::stoll(name.substr(arrow + 1));
+    const int64_t rank = group.ranks.front();
+    const std::vector<StepMicrobatch>& microbatches = microbatches_of(rank);
+    const std::vector<StageTensor> tensors = stage_tensors(layout_.model(), std::min(from, to), layout_.dtype());
+    const RankGrid& grid = layout_.backbone().grid;
+    const auto bytes = [&](int64_t, int64_t microbatch) {
+      return message_bytes(stage_messages(tensors, {microbatches[static_cast<size_t>(microbatch)].tokens, 0, 0},
+                                          grid.size("tp"), grid.coordinate(rank, "tp")));
+    };
+    const PipelineSchedule& schedule = schedules_[static_cast<size_t>(layout_.replica_of(rank))];
+    for (const PeerTraffic& peer : pipeline_traffic(schedule, from, bytes)) {
+      if (peer.peer != to) continue;
       std::vector<int64_t> ranks = group.ranks;
       if (from > to) std::reverse(ranks.begin(), ranks.end());
-      add(group, ranks, {CallKind::kSend, peer.calls, peer.bytes, peer.bytes});
+      add(group, ranks, {{TrafficKind::kSend, peer.calls, peer.bytes, peer.bytes}});
     }
   }
 
-  const MeshPlan& plan_;
-  const LayoutStep& step_;
+  const Layout& layout_;
+  const StepMicrobatches& microbatches_;
+  std::vector<PipelineSchedule> schedules_;  // of each replica
   std::vector<GroupTraffic> rows_;
 };
 
 }  // namespace
 
-std::vector<GroupTraffic> step_traffic(const MeshPlan& plan, const LayoutStep& step) {
-  return Report(plan, step).rows();
+absl::StatusOr<std::vector<GroupTraffic>> step_traffic(const Layout& layout, const StepMicrobatches& microbatches) {
+  return Report(layout, microbatches).rows();
 }
 
 std::string traffic_table(const std::vector<GroupTraffic>& rows) {
@@ -108,7 +152,7 @@ std::string traffic_table(const std::vector<GroupTraffic>& rows) {
   int64_t sent = 0;
   for (const GroupTraffic& row : rows) {
     const Traffic& traffic = row.traffic;
-    const bool message = traffic.call == CallKind::kSend;
+    const bool message = traffic.call == TrafficKind::kSend;
     absl::StrAppendFormat(&out, "%-28s  %-16s  %-14s  %5d  %12s  %12s\n", row.group,
                           absl::StrJoin(row.ranks, message ? " > " : " "), to_string(traffic.call), traffic.calls,
                           bytes_text(traffic.bytes), bytes_text(traffic.sent));
@@ -118,17 +162,16 @@ std::string traffic_table(const std::vector<GroupTraffic>& rows) {
   return out;
 }
 
-std::vector<int64_t> values_without_tp(const MeshPlan& plan, const LayoutStep& step, const std::string& module,
-                                       int64_t rank) {
-  const ModuleMesh* const mesh = plan.find(module);
-  if (mesh == nullptr || !mesh->grid.contains(rank)) return {};
-  const ValueCounts counts = value_counts(step.model);
-  if (module == "vision_encoder") return {counts.vision_encoder};
-  if (module == "projector") return {counts.projector};
-  const int64_t stages = mesh->grid.size("pp");
-  const auto parts = split_layers(counts.layers, stages, step.parallel.llm.stages);
-  if (!parts.ok()) return {};
-  return {stage_values(counts, (*parts)[static_cast<size_t>(mesh->grid.coordinate(rank, "pp"))])};
+std::string bytes_table(const std::vector<RankBytes>& ranks) {
+  std::string out = absl::StrFormat("rank  %12s  %12s  %12s  %12s  %12s\n", "weights", "gradients", "optimizer",
+                                    "activations", "together");
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const RankBytes& one = ranks[rank];
+    absl::StrAppendFormat(&out, "%4d  %12s  %12s  %12s  %12s  %12s\n", rank, bytes_text(one.weights),
+                          bytes_text(one.gradients), bytes_text(one.optimizer), bytes_text(one.activations),
+                          bytes_text(one.total()));
+  }
+  return out;
 }
 
 }  // namespace parvl

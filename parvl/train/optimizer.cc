@@ -7,45 +7,17 @@
 
 #include "parvl/comm/comm_site.h"
 #include "parvl/nn/tensor_buffer.h"
+#include "parvl/train/param_settings.h"
 
 namespace parvl {
 namespace {
 
-absl::Status check_patterns(const ParamTable& params, const Recipe& recipe) {
-  const auto check = [&](const std::string& pattern, const char* key) -> absl::Status {
-    for (const auto& param : params.all()) {
-      if (matches_pattern(pattern, param->name)) return absl::OkStatus();
-    }
-    return invalid(key, " pattern '", pattern, "' matches no parameter; names look like '", params.all().front()->name,
-                   "' and '", params.all().back()->name, "' (parvl model inspect lists them)");
-  };
-  for (const std::string& pattern : recipe.train.freeze) PARVL_RETURN_IF_ERROR(check(pattern, "train.freeze"));
-  for (const OptimGroup& group : recipe.optim.groups) PARVL_RETURN_IF_ERROR(check(group.match, "optim.groups"));
-  return absl::OkStatus();
-}
-
-// Whether the pattern matches the parameter's name or that of one tied to it.
-bool matches(const std::string& pattern, const ParamTable& params, const Param& param) {
-  return std::any_of(params.all().begin(), params.all().end(), [&](const auto& other) {
-    return (other.get() == &param || other->tied_to == &param) && matches_pattern(pattern, other->name);
-  });
-}
-
-bool frozen(const ParamTable& params, const Param& param, const TrainRecipe& train) {
-  return std::any_of(train.freeze.begin(), train.freeze.end(),
-                     [&](const std::string& pattern) { return matches(pattern, params, param); });
-}
-
-// The learning rate and weight decay of a parameter; the first group that matches decides.
-std::pair<double, double> settings(const ParamTable& params, const Param& param, const OptimRecipe& optim) {
-  double lr = optim.lr, decay = optim.weight_decay;
-  for (const OptimGroup& group : optim.groups) {
-    if (!matches(group.match, params, param)) continue;
-    if (group.lr >= 0) lr = group.lr;
-    if (group.weight_decay >= 0) decay = group.weight_decay;
-    break;
+std::vector<std::string> names_of(const ParamTable& params, const Param& param) {
+  std::vector<std::string> out;
+  for (const auto& other : params.all()) {
+    if (other.get() == &param || other->tied_to == &param) out.push_back(other->name);
   }
-  return {lr, param.is_matrix() ? decay : 0.0};
+  return out;
 }
 
 void allocate_group(OptimGroupState& group, const OptimRecipe& optim, bool zero1, at::ScalarType master_type,
@@ -100,7 +72,9 @@ void gather_parts(const OptimGroupState& group, const at::Tensor& part, const at
 
 absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params, const Recipe& recipe, DType dtype,
                                                              at::Device device, const OptimizerRanks& ranks) {
-  PARVL_RETURN_IF_ERROR(check_patterns(params, recipe));
+  std::vector<std::string> names;
+  for (const auto& param : params.all()) names.push_back(param->name);
+  PARVL_RETURN_IF_ERROR(check_patterns(recipe, names));
   const at::ScalarType value_type = to_scalar_type(dtype);
   const at::ScalarType master_type = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
   std::unique_ptr<Optimizer> optimizer(new Optimizer(recipe.optim, ranks));
@@ -112,13 +86,13 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
   optimizer->params_ = &params;
   bool any = false;
   for (Param* param : params.untied()) {
-    param->trains = !frozen(params, *param, recipe.train);
+    param->trains = settings_of(recipe, names_of(params, *param), param->is_matrix()).trains;
     any = any || param->trains;
   }
   for (const auto& param : params.all()) {
     if (param->tied_to != nullptr) param->trains = param->tied_to->trains;
   }
-  if (!any) return invalid("train.freeze leaves no parameter to train");
+  if (!any) return nothing_trains();
   for (Param* param : params.owned()) {
     if (!param->trains) {
       param->value = at::empty(param->part_shape(), at::TensorOptions().dtype(value_type).device(device));
@@ -126,7 +100,8 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
       param->main_grad = at::Tensor();
       continue;
     }
-    const auto [lr, weight_decay] = settings(params, *param, recipe.optim);
+    const ParamSettings settings = settings_of(recipe, names_of(params, *param), param->is_matrix());
+    const double lr = settings.lr, weight_decay = settings.weight_decay;
     const bool counts = !ranks.counts || ranks.counts(*param);
     const bool on_two_stages = ranks.on_two_stages && ranks.on_two_stages(*param);
     auto [it, added] = index.emplace(

@@ -152,6 +152,13 @@ absl::StatusOr<ParallelSpec> load_parallel(const std::string& path, const std::v
   return read_parallel(root);
 }
 
+absl::StatusOr<int64_t> max_length_of(const DataRecipe& data, int64_t max_positions) {
+  if (data.max_length <= 0) return max_positions;
+  if (data.max_length <= max_positions) return data.max_length;
+  return invalid("data.max_length is ", data.max_length, ", over the model's max_position_embeddings of ",
+                 max_positions, "; lower it, or set it to 0 for the model's");
+}
+
 std::vector<std::pair<std::string, std::string>> recipe_sections(const Recipe& recipe) {
   const auto join = [](const auto&... values) { return ((absl::StrCat(values) + "|") + ...); };
   const DataRecipe& data = recipe.data;

@@ -69,6 +69,9 @@ absl::StatusOr<Recipe> load_recipe(const std::string& path, const std::vector<st
 // Its `parallel` section alone, whatever the rest says.
 absl::StatusOr<ParallelSpec> load_parallel(const std::string& path, const std::vector<std::string>& overrides);
 
+// The longest sample in tokens: data.max_length, or the model's own limit. InvalidArgument where it is over that.
+absl::StatusOr<int64_t> max_length_of(const DataRecipe& data, int64_t max_positions);
+
 // The recipe's sections as text, for comparing: what must be equal on all ranks of a run (not where it writes).
 std::vector<std::pair<std::string, std::string>> recipe_sections(const Recipe& recipe);
 

@@ -182,11 +182,7 @@ absl::Status Trainer::load_model_and_data() {
         spec, {images.patch_size, images.temporal_patch_size, images.merge_size, 3, prompts_->image_token()},
         text_dir));
   }
-  if (recipe_.data.max_length <= 0) recipe_.data.max_length = spec.backbone.max_positions;
-  if (recipe_.data.max_length > spec.backbone.max_positions) {
-    return invalid("data.max_length is ", recipe_.data.max_length, ", over the model's max_position_embeddings of ",
-                   spec.backbone.max_positions, "; lower it, or set it to 0 for the model's");
-  }
+  PARVL_ASSIGN_OR_RETURN(recipe_.data.max_length, max_length_of(recipe_.data, spec.backbone.max_positions));
   PARVL_ASSIGN_OR_RETURN(train_set_, Dataset::load(recipe_.data.train, env_.base_dir));
   if (!recipe_.data.eval.empty()) {
     PARVL_ASSIGN_OR_RETURN(eval_set_, Dataset::load(recipe_.data.eval, env_.base_dir));

@@ -90,41 +90,71 @@ TEST(Flops, StagesAddUpToTheModel) {
 }
 
 TEST(Traffic, WhatARingSends) {
-  EXPECT_EQ(sent_bytes(CallKind::kAllReduce, 1000, 1), 0);
-  EXPECT_EQ(sent_bytes(CallKind::kAllReduce, 1000, 2), 1000);
-  EXPECT_EQ(sent_bytes(CallKind::kAllReduce, 1000, 4), 1500);
-  EXPECT_EQ(sent_bytes(CallKind::kReduceScatter, 1000, 4), 750);
-  EXPECT_EQ(sent_bytes(CallKind::kAllGather, 1000, 3), 667);
-  EXPECT_EQ(sent_bytes(CallKind::kSend, 1000, 2), 1000);
+  EXPECT_EQ(sent_bytes(TrafficKind::kAllReduce, 1000, 1), 0);
+  EXPECT_EQ(sent_bytes(TrafficKind::kAllReduce, 1000, 2), 1000);
+  EXPECT_EQ(sent_bytes(TrafficKind::kAllReduce, 1000, 4), 1500);
+  EXPECT_EQ(sent_bytes(TrafficKind::kReduceScatter, 1000, 4), 750);
+  EXPECT_EQ(sent_bytes(TrafficKind::kAllGather, 1000, 3), 667);
+  EXPECT_EQ(sent_bytes(TrafficKind::kSend, 1000, 2), 1000);
 }
 
 TEST(Traffic, DataParallel) {
   EXPECT_THAT(data_parallel_traffic({100, 10}, {.ranks = 1}), IsEmpty());
   EXPECT_THAT(data_parallel_traffic({}, {.ranks = 4}), IsEmpty());
-  EXPECT_THAT(data_parallel_traffic({100, 10}, {.ranks = 2}), ElementsAre(Traffic{CallKind::kAllReduce, 2, 440, 440}));
+  EXPECT_THAT(data_parallel_traffic({100, 10}, {.ranks = 2}),
+              ElementsAre(Traffic{TrafficKind::kAllReduce, 2, 440, 440}));
   EXPECT_THAT(data_parallel_traffic({100}, {.ranks = 4, .zero = 0, .master = DType::kFloat64}),
-              ElementsAre(Traffic{CallKind::kAllReduce, 1, 800, 1200}));
+              ElementsAre(Traffic{TrafficKind::kAllReduce, 1, 800, 1200}));
 }
 
 TEST(Traffic, ZeroOneGathersInTheForwardsType) {
   // 10 values in 4 parts of 3: 12. Gradients in float32, weights in bfloat16.
   const DataParallel shape{.ranks = 4, .zero = 1, .master = DType::kFloat32, .value = DType::kBFloat16};
-  EXPECT_THAT(data_parallel_traffic({10, 4}, shape),
-              ElementsAre(Traffic{CallKind::kAllReduce, 2, 16, 24}, Traffic{CallKind::kReduceScatter, 2, 64, 48},
-                          Traffic{CallKind::kAllGather, 2, 32, 24}));
+  EXPECT_THAT(data_parallel_traffic({10, 4}, shape), ElementsAre(Traffic{TrafficKind::kReduceScatter, 2, 64, 48},
+                                                                 Traffic{TrafficKind::kAllGather, 2, 32, 24}));
 }
 
-// ZeRO-1 sends what an all-reduce does where nothing is padded and types are one, but for the norm.
+// ZeRO-1 sends what an all-reduce does where nothing is padded and types are one.
 RC_GTEST_PROP(Traffic, ZeroOneCostsWhatAnAllReduceDoes, ()) {
   DataParallel shape{.ranks = *rc::gen::inRange(2, 65)};
   const std::vector<int64_t> groups = {*rc::gen::inRange(1, 1000) * shape.ranks};
   const int64_t plain = data_parallel_traffic(groups, shape).at(0).sent;
   shape.zero = 1;
   int64_t sent = 0;
-  for (const Traffic& traffic : data_parallel_traffic(groups, shape)) {
-    if (traffic.call != CallKind::kAllReduce) sent += traffic.sent;
-  }
+  for (const Traffic& traffic : data_parallel_traffic(groups, shape)) sent += traffic.sent;
   RC_ASSERT(sent == plain);
+}
+
+// A layer whose graph is kept moves 8 · rows · hidden, filled up to equal parts; one without, half of that.
+TEST(Traffic, ALayerOfTensorRanks) {
+  const BackboneSpec b = qwen2_half_billion().backbone;
+  const TensorCut cut{.ranks = 4, .value = DType::kBFloat16};
+  const auto bytes = [&](const PieceBackward& piece, const TensorCut& how) {
+    int64_t out = 0;
+    for (const Traffic& traffic : backbone_tensor_traffic(b, {5, 1, false, false}, {piece}, {10, 0, 3}, how)) {
+      out += traffic.bytes;
+    }
+    return out;
+  };
+  constexpr int64_t kRows = 12 * 896 * 2;
+  EXPECT_EQ(bytes({true, true}, cut), 8 * kRows);
+  EXPECT_EQ(bytes({false, true}, cut), 8 * kRows);
+  EXPECT_EQ(bytes({true, false}, cut), 8 * kRows);
+  EXPECT_EQ(bytes({false, false}, cut), 4 * kRows);
+  TensorCut again = cut;
+  again.recompute = true;
+  EXPECT_EQ(bytes({true, true}, again), 12 * kRows);
+  EXPECT_EQ(bytes({false, false}, again), 4 * kRows);
+  EXPECT_EQ(bytes({true, true}, {.ranks = 1}), 0);
+}
+
+// 110 rows of 151,936 words at a time; three numbers of four bytes a row. No logits.
+TEST(Traffic, TheLossExchangesThreeNumbersARow) {
+  const BackboneSpec b = qwen2_half_billion().backbone;
+  EXPECT_EQ(loss_rows_at_once(b.vocab), 110);
+  const TensorCut cut{.ranks = 2, .value = DType::kBFloat16};
+  const auto traffic = backbone_tensor_traffic(b, {24, 0, false, true}, {{true, true}}, {400, 0, 300}, cut);
+  EXPECT_EQ(traffic.at(0), (Traffic{TrafficKind::kAllReduce, 6, 300 * 12, 300 * 12}));
 }
 
 PipelineShape shape(int64_t stages, int64_t microbatches) {

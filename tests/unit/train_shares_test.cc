@@ -1,11 +1,11 @@
 // That several ranks really share the work: matrix products, weights, images, memory.
 #include <ATen/record_function.h>
 #include <absl/strings/match.h>
-#include <c10/core/CPUAllocator.h>
 
 #include <atomic>
 #include <numeric>
 
+#include "counting_allocator.h"
 #include "parvl/comm/local/local_group.h"
 #include "parvl/train/vision_share.h"
 #include "train_fixture.h"
@@ -40,33 +40,6 @@ class ProductCounter {
   at::CallbackHandle handle_;
 };
 thread_local double ProductCounter::t_flops = 0;
-
-// Bytes of tensors in the host's memory, while it is installed.
-class CountingAllocator : public c10::Allocator {
- public:
-  at::DataPtr allocate(size_t bytes) override {
-    at::DataPtr inner = inner_->allocate(bytes);
-    live_ += static_cast<int64_t>(bytes);
-    auto* block = new Block{this, static_cast<int64_t>(bytes), std::move(inner)};
-    return {block->inner.get(), block, &CountingAllocator::release, c10::DeviceType::CPU};
-  }
-  void copy_data(void* to, const void* from, size_t bytes) const override { inner_->copy_data(to, from, bytes); }
-  int64_t live() const { return live_; }
-
- private:
-  struct Block {
-    CountingAllocator* owner;
-    int64_t bytes;
-    at::DataPtr inner;
-  };
-  static void release(void* block) {
-    auto* gone = static_cast<Block*>(block);
-    gone->owner->live_ -= gone->bytes;
-    delete gone;
-  }
-  c10::Allocator* inner_ = c10::GetCPUAllocator();
-  std::atomic<int64_t> live_ = 0;
-};
 
 class SharesTest : public TrainFixture {
  protected:

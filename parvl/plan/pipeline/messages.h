@@ -34,6 +34,7 @@ std::vector<StageTensor> stage_tensors(const ModelSpec& spec, int64_t edge, DTyp
 struct MicrobatchRows {
   int64_t tokens = 0;         // of all its sequences
   int64_t visual_tokens = 0;  // of its images, those on the sender where it is one of several encoders
+  int64_t targets = 0;        // tokens to learn: rows of logits
 };
 
 struct StageMessage {

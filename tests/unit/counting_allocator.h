@@ -1,0 +1,47 @@
+// Counts what tensors take of the host's memory, for tests.
+#pragma once
+
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+
+namespace parvl {
+
+// Bytes that were allocated while it is installed and are not freed yet, and the largest tensor. Outlives all of them.
+class CountingAllocator : public c10::Allocator {
+ public:
+  at::DataPtr allocate(size_t bytes) override {
+    const auto size = static_cast<int64_t>(bytes);
+    // Its size and owner stand before it; kernels want it aligned.
+    auto* head = static_cast<Head*>(std::aligned_alloc(kAlign, (bytes + 2 * kAlign - 1) / kAlign * kAlign));
+    *head = {this, size};
+    live_ += size;
+    int64_t largest = largest_;
+    while (largest < size && !largest_.compare_exchange_weak(largest, size)) {
+    }
+    void* const data = reinterpret_cast<char*>(head) + kAlign;
+    return {data, data, &CountingAllocator::release, c10::DeviceType::CPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &CountingAllocator::release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  int64_t live() const { return live_; }
+  int64_t take_largest() { return largest_.exchange(0); }
+
+ private:
+  static constexpr size_t kAlign = 64;
+  struct Head {
+    CountingAllocator* owner;
+    int64_t bytes;
+  };
+  static void release(void* data) {
+    if (data == nullptr) return;
+    auto* const head = reinterpret_cast<Head*>(static_cast<char*>(data) - kAlign);
+    head->owner->live_ -= head->bytes;
+    std::free(head);
+  }
+  std::atomic<int64_t> live_ = 0, largest_ = 0;
+};
+
+}  // namespace parvl
