@@ -54,8 +54,6 @@ struct PromptBuilder::Impl {
   absl::StatusOr<std::vector<Turn>> find_turns(const std::vector<Message>& messages, const std::string& whole,
                                                const PromptOptions& options) const;
   std::vector<uint8_t> mark(const std::vector<EncodedToken>& tokens, const std::vector<Turn>& turns) const;
-  absl::Status place_images(const std::vector<EncodedToken>& tokens, const std::vector<int>& order,
-                            const std::vector<uint8_t>& targets, Prompt& prompt) const;
 };
 
 PromptBuilder::PromptBuilder(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -152,55 +150,64 @@ std::vector<uint8_t> PromptBuilder::Impl::mark(const std::vector<EncodedToken>& 
   return targets;
 }
 
-// Copies the tokens to the prompt, each placeholder as often as its image has tokens.
-absl::Status PromptBuilder::Impl::place_images(const std::vector<EncodedToken>& tokens, const std::vector<int>& order,
-                                               const std::vector<uint8_t>& targets, Prompt& prompt) const {
-  size_t next = 0;
-  for (size_t t = 0; t < tokens.size(); ++t) {
-    int64_t copies = 1;
-    bool is_image = false;
-    if (images.has_value() && tokens[t].id == image_token) {
-      is_image = true;
-      if (next < order.size()) {
-        copies = prompt.images[static_cast<size_t>(order[next])]->num_tokens();
-        prompt.media.push_back({order[next], static_cast<int64_t>(prompt.ids.size()), copies});
-      }
-      ++next;
-    }
-    prompt.ids.insert(prompt.ids.end(), static_cast<size_t>(copies), tokens[t].id);
-    if (!targets.empty()) {
-      prompt.is_target.insert(prompt.is_target.end(), static_cast<size_t>(copies), is_image ? 0 : targets[t]);
-    }
+absl::StatusOr<PromptText> PromptBuilder::write(const std::vector<Message>& messages, size_t images,
+                                                const PromptOptions& options) const {
+  if (impl_->chat == nullptr) {
+    return invalid("the model has no chat template; add a chat_template.jinja, or ask for a plain completion");
   }
-  if (next != order.size()) {
-    return invalid("the chat template writes ", next, " image placeholders for ", order.size(),
+  PromptText text;
+  PARVL_ASSIGN_OR_RETURN(text.image_order, image_order(messages, images));
+  if (!text.image_order.empty() && !has_images()) return invalid("a message holds an image, and ", why_no_images());
+  PARVL_ASSIGN_OR_RETURN(std::vector<TextRun> runs, impl_->chat->render(messages, options));
+  const std::vector<EncodedToken> tokens = impl_->tokenizer->encode(runs);
+  text.ids.reserve(tokens.size());
+  for (const EncodedToken& token : tokens) text.ids.push_back(token.id);
+  const auto placeholders = has_images() ? std::count(text.ids.begin(), text.ids.end(), image_token()) : 0;
+  if (static_cast<size_t>(placeholders) != text.image_order.size()) {
+    return invalid("the chat template writes ", placeholders, " image placeholders for ", text.image_order.size(),
                    " images; it does not fit this model's messages");
   }
-  return absl::OkStatus();
+  if (options.mark_targets) {
+    PARVL_ASSIGN_OR_RETURN(std::vector<Turn> turns, impl_->find_turns(messages, joined(runs), options));
+    text.is_target = impl_->mark(tokens, turns);
+  }
+  return text;
+}
+
+absl::StatusOr<Prompt> PromptBuilder::place(PromptText text,
+                                            std::vector<std::shared_ptr<const ProcessedImage>> images) const {
+  Prompt prompt;
+  prompt.images = std::move(images);
+  if (text.image_order.empty()) {
+    prompt.ids = std::move(text.ids);
+    prompt.is_target = std::move(text.is_target);
+    return prompt;
+  }
+  size_t next = 0;
+  for (size_t t = 0; t < text.ids.size(); ++t) {
+    const bool is_image = text.ids[t] == image_token();
+    int64_t copies = 1;
+    if (is_image) {
+      const int index = text.image_order[next++];
+      const std::shared_ptr<const ProcessedImage>& image = prompt.images[static_cast<size_t>(index)];
+      if (image == nullptr) return invalid("image ", index, " is missing");
+      copies = image->num_tokens();
+      prompt.media.push_back({index, static_cast<int64_t>(prompt.ids.size()), copies});
+    }
+    prompt.ids.insert(prompt.ids.end(), static_cast<size_t>(copies), text.ids[t]);
+    if (!text.is_target.empty()) {
+      const uint8_t learned = is_image ? 0 : text.is_target[t];
+      prompt.is_target.insert(prompt.is_target.end(), static_cast<size_t>(copies), learned);
+    }
+  }
+  return prompt;
 }
 
 absl::StatusOr<Prompt> PromptBuilder::build(const std::vector<Message>& messages,
                                             std::vector<std::shared_ptr<const ProcessedImage>> images,
                                             const PromptOptions& options) const {
-  if (impl_->chat == nullptr) {
-    return invalid("the model has no chat template; add a chat_template.jinja, or ask for a plain completion");
-  }
-  PARVL_ASSIGN_OR_RETURN(std::vector<int> order, image_order(messages, images.size()));
-  if (!order.empty() && !has_images()) return invalid("a message holds an image, and ", impl_->why_no_images);
-  for (const int index : order) {
-    if (images[static_cast<size_t>(index)] == nullptr) return invalid("image ", index, " is missing");
-  }
-  PARVL_ASSIGN_OR_RETURN(std::vector<TextRun> runs, impl_->chat->render(messages, options));
-  const std::vector<EncodedToken> tokens = impl_->tokenizer->encode(runs);
-  std::vector<uint8_t> targets;
-  if (options.mark_targets) {
-    PARVL_ASSIGN_OR_RETURN(std::vector<Turn> turns, impl_->find_turns(messages, joined(runs), options));
-    targets = impl_->mark(tokens, turns);
-  }
-  Prompt prompt;
-  prompt.images = std::move(images);
-  PARVL_RETURN_IF_ERROR(impl_->place_images(tokens, order, targets, prompt));
-  return prompt;
+  PARVL_ASSIGN_OR_RETURN(PromptText text, write(messages, images.size(), options));
+  return place(std::move(text), std::move(images));
 }
 
 Prompt PromptBuilder::build_plain(std::string_view text) const {

@@ -51,6 +51,13 @@ struct Prompt {
   std::vector<std::shared_ptr<const ProcessedImage>> images;  // by image_index
 };
 
+// What of a chat's prompt can be made before its images are there: an image is one placeholder yet.
+struct PromptText {
+  std::vector<TokenId> ids;
+  std::vector<uint8_t> is_target;  // per token, where asked for
+  std::vector<int> image_order;    // which image each placeholder stands for
+};
+
 struct PromptOptions {
   bool add_generation_prompt = true;
   bool mark_targets = false;  // fill is_target (training)
@@ -75,8 +82,15 @@ class PromptBuilder {
   bool has_chat_template() const;
   const ToolSyntax& tool_syntax() const;  // how the chat template writes calls of tools; without family: it does not
 
-  // Errors (InvalidArgument): no chat template; the template raised (its message); an image part in a model without
+  // The text of a chat that has `images` images. Errors (InvalidArgument): no chat template; the template raised (its
+  // message), or writes another number of placeholders than there are image parts; an image part in a model without
   // images; an image part whose index is out of range.
+  absl::StatusOr<PromptText> write(const std::vector<Message>& messages, size_t images,
+                                   const PromptOptions& options) const;
+  // Each placeholder as often as its image has tokens. `images` are as many as write() was told of; InvalidArgument
+  // when one that the text names is null.
+  absl::StatusOr<Prompt> place(PromptText text, std::vector<std::shared_ptr<const ProcessedImage>> images) const;
+  // write(), then place().
   absl::StatusOr<Prompt> build(const std::vector<Message>& messages,
                                std::vector<std::shared_ptr<const ProcessedImage>> images,
                                const PromptOptions& options) const;

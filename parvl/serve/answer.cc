@@ -52,7 +52,7 @@ asio::awaitable<void> Answer::take(std::deque<Delta>& deltas) {
   }
   deltas.clear();
   if (!options_.stream) co_return;
-  if (!std::exchange(started_, true)) co_await connection_.begin_stream();
+  if (!std::exchange(started_, true)) connection_.begin_stream();
   co_await connection_.send(std::move(out));
 }
 
@@ -84,8 +84,7 @@ asio::awaitable<void> Answer::finish(Usage usage) {
     co_return;
   }
   const std::string last = options_.head.include_usage ? format_.usage_event(usage) : "";
-  co_await connection_.send(last + kDoneEvent);
-  co_await connection_.end_stream();
+  co_await connection_.end_stream(last + kDoneEvent);
 }
 
 asio::awaitable<void> Answer::fail(absl::Status status) {
@@ -94,8 +93,7 @@ asio::awaitable<void> Answer::fail(absl::Status status) {
     co_await connection_.reply_error(std::move(status));
     co_return;
   }
-  co_await connection_.send(error_event(error_body(status)));
-  co_await connection_.end_stream();
+  co_await connection_.end_stream(error_event(error_body(status)));
 }
 
 }  // namespace parvl

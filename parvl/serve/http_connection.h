@@ -97,9 +97,10 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   void close_after_this() { keep_alive_ = false; }
 
   // Server-sent events: chunked, or to the end of the connection for HTTP/1.0. A stream that ends badly closes it too.
-  asio::awaitable<void> begin_stream();
+  // Its head goes out with the first events, and its end with the last: each write wakes the client.
+  void begin_stream();
   asio::awaitable<void> send(std::string events);
-  asio::awaitable<void> end_stream();
+  asio::awaitable<void> end_stream(std::string events);
 
   // From now to the end of the request, gone() tells whether the client has left, and the wakeup is notified when it
   // does.
@@ -123,6 +124,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   asio::awaitable<void> stop_watching();
 
   // Writing (http_reply.cc).
+  std::string chunk_of(const std::string& events);
   asio::awaitable<void> write_all(std::string bytes);
 
   HttpShared& shared_;
@@ -137,7 +139,8 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   size_t held_body_ = 0;
   bool keep_alive_ = false;
   bool chunked_ = false;
-  int replied_status_ = 0;  // 0: not yet
+  std::string unsent_head_;  // of a stream
+  int replied_status_ = 0;   // 0: not yet
 
   std::shared_ptr<Wakeup> wakeup_;
   asio::cancellation_signal stop_watch_;

@@ -56,23 +56,31 @@ asio::awaitable<void> HttpConnection::reply_methods() {
   co_await write_all(head(204, keep_alive_, request_id_, headers) + "\r\n");
 }
 
-asio::awaitable<void> HttpConnection::begin_stream() {
+void HttpConnection::begin_stream() {
   replied_status_ = 200;
   chunked_ = parser_->get().version() >= 11;
   if (!chunked_) keep_alive_ = false;
   Headers headers = {{"Content-Type", "text/event-stream; charset=utf-8"}, {"Cache-Control", "no-cache"}};
   if (chunked_) headers["Transfer-Encoding"] = "chunked";
-  co_await write_all(head(200, keep_alive_, request_id_, headers) + "\r\n");
+  unsent_head_ = head(200, keep_alive_, request_id_, headers) + "\r\n";
+}
+
+std::string HttpConnection::chunk_of(const std::string& events) {
+  std::string out = std::exchange(unsent_head_, {});
+  if (!chunked_ || events.empty()) return out + events;  // an empty chunk would be the end
+  absl::StrAppend(&out, absl::Hex(events.size()), "\r\n", events, "\r\n");
+  return out;
 }
 
 asio::awaitable<void> HttpConnection::send(std::string events) {
-  if (events.empty()) co_return;
-  if (chunked_) events = absl::StrCat(absl::Hex(events.size()), "\r\n", events, "\r\n");
-  co_await write_all(std::move(events));
+  std::string bytes = chunk_of(events);
+  if (!bytes.empty()) co_await write_all(std::move(bytes));
 }
 
-asio::awaitable<void> HttpConnection::end_stream() {
-  if (chunked_) co_await write_all("0\r\n\r\n");
+asio::awaitable<void> HttpConnection::end_stream(std::string events) {
+  std::string bytes = chunk_of(events);
+  if (chunked_) bytes += "0\r\n\r\n";
+  if (!bytes.empty()) co_await write_all(std::move(bytes));
 }
 
 }  // namespace parvl

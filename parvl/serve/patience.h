@@ -32,15 +32,34 @@ class Patience {
   // Stopped when the time is up, the server cuts what runs, or run() gave up; any thread.
   std::stop_token stop_token() const { return stop_.get_token(); }
 
-  // What `work` returns, from a thread of `pool`; none once the request is over, which stops stop_token() too. `work`
-  // must own what it uses, or use what outlives the pool's threads: it may go on without the request.
+  // Work on a thread of a pool. Destroyed before it is done, it is given up and stop_token() stopped: who does that has
+  // no more use for the request.
   template <typename Work>
-  asio::awaitable<std::optional<std::invoke_result_t<Work&>>> run(asio::thread_pool& pool, Work work) {
+  class Begun {
+   public:
+    Begun(std::shared_ptr<PoolJob<Work>> job, std::stop_source stop) : job_(std::move(job)), stop_(std::move(stop)) {}
+    Begun(Begun&&) noexcept = default;
+    Begun& operator=(Begun&&) = delete;
+    ~Begun() {
+      if (job_ == nullptr || job_->done) return;
+      stop_.request_stop();
+      job_->give_up();
+    }
+    PoolJob<Work>& job() const { return *job_; }
+
+   private:
+    std::shared_ptr<PoolJob<Work>> job_;
+    std::stop_source stop_;
+  };
+
+  // Begins `work` on a thread of `pool`. It must own what it uses, or use what outlives the pool's threads: it may go
+  // on without the request.
+  template <typename Work>
+  Begun<Work> begin(asio::thread_pool& pool, Work work) {
     const auto job = std::make_shared<PoolJob<Work>>(std::move(work));
-    const std::shared_ptr<Wakeup> wakeup = connection_.wakeup();
     // Not shared with the job: one that still waits for a thread when the server ends goes after the io_context, in
     // which the wakeup has a timer.
-    const std::weak_ptr<Wakeup> waiting = wakeup;
+    const std::weak_ptr<Wakeup> waiting = connection_.wakeup();
     asio::post(pool, [job, waiting, &io = gateway_.io()] {
       if (!job->run()) return;
       asio::post(io, [job, waiting] {
@@ -48,11 +67,21 @@ class Patience {
         if (const auto still = waiting.lock()) still->notify();
       });
     });
-    while (!job->done && !over()) co_await wakeup->wait();
-    if (job->done) co_return job->take();
-    stop_.request_stop();
-    job->give_up();
-    co_return std::nullopt;
+    return Begun<Work>(job, stop_);
+  }
+
+  // What the work returned; none once the request is over, which stops stop_token() too.
+  template <typename Work>
+  asio::awaitable<std::optional<std::invoke_result_t<Work&>>> finish(Begun<Work> begun) {
+    const std::shared_ptr<Wakeup> wakeup = connection_.wakeup();
+    while (!begun.job().done && !over()) co_await wakeup->wait();
+    if (!begun.job().done) co_return std::nullopt;
+    co_return begun.job().take();
+  }
+
+  template <typename Work>
+  asio::awaitable<std::optional<std::invoke_result_t<Work&>>> run(asio::thread_pool& pool, Work work) {
+    return finish(begin(pool, std::move(work)));
   }
 
  private:

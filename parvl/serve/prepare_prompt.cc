@@ -73,32 +73,6 @@ absl::StatusOr<ImageProcessor> processor_for(const PixelRange& pixels, const Ima
   return ImageProcessor(std::move(config));
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<const ProcessedImage>>> load_images(const GenerateRequest& request,
-                                                                               const ImageProcessor& processor,
-                                                                               int64_t max_model_len,
-                                                                               const MediaPolicy& policy,
-                                                                               const std::stop_token& stop) {
-  MediaFetcher fetcher(policy, stop);
-  std::vector<std::shared_ptr<const ProcessedImage>> images;
-  int64_t tokens = 0;
-  for (size_t i = 0; i < request.images.size(); ++i) {
-    const MediaReference& reference = request.images[i];
-    if (stop.stop_requested()) return api_error(503, "the request was over before all its images were decoded");
-    const std::string name = absl::StrCat("image ", i + 1, " of ", request.images.size(), " (", reference.where, ")");
-    absl::StatusOr<std::string> bytes = load_media(reference.url, policy, name, fetcher);
-    if (!bytes.ok()) return with_field(bytes.status(), reference.where);
-    absl::StatusOr<ProcessedImage> processed = policy.images->prepare(*bytes, policy.image, processor);
-    if (!processed.ok()) return media_error(processed.status(), name, reference.where);
-    tokens += processed->num_tokens();
-    if (tokens >= max_model_len) {  // before the pixels of all of them fill the memory
-      return over_the_context(absl::StrCat("the images up to number ", i + 1, " need ", tokens, " tokens"),
-                              max_model_len, Api::kChat);
-    }
-    images.push_back(std::make_shared<const ProcessedImage>(std::move(*processed)));
-  }
-  return images;
-}
-
 }  // namespace
 
 PromptLimits prompt_limits(const Engine& engine) {
@@ -115,7 +89,7 @@ absl::Status PromptMaker::check_text(size_t bytes, Api api) const {
   return only_counts && bytes <= kMaxCountedBytes ? absl::OkStatus() : check_text_bytes(bytes, limits, api);
 }
 
-absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request, const PromptOptions& options) const {
+absl::StatusOr<PromptText> PromptMaker::write_chat(const GenerateRequest& request, PromptOptions options) const {
   size_t text_bytes = 0;
   for (const Message& message : request.messages) {
     for (const ContentPart& part : message.content) text_bytes += part.text.size();
@@ -123,17 +97,47 @@ absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request,
   }
   if (!request.tools.is_null()) text_bytes += request.tools.dump().size();
   PARVL_RETURN_IF_ERROR(check_text(text_bytes, Api::kChat));
-  std::vector<std::shared_ptr<const ProcessedImage>> images;
-  if (!request.images.empty()) {
-    PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor,
-                           processor_for(request.pixels, prompts.image_processor(), limits.max_model_len));
-    PARVL_ASSIGN_OR_RETURN(images, load_images(request, processor, limits.max_model_len, policy, stop));
-    if (media != nullptr) media->end_s = media->clock.now_seconds();
+  options.tools = request.tools;
+  absl::StatusOr<PromptText> text = prompts.write(request.messages, request.images.size(), options);
+  if (!text.ok()) return with_field(text.status(), "messages");
+  return text;
+}
+
+absl::StatusOr<ProcessedImages> PromptMaker::load_images(const GenerateRequest& request) const {
+  ProcessedImages images;
+  if (request.images.empty()) return images;
+  PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor,
+                         processor_for(request.pixels, prompts.image_processor(), limits.max_model_len));
+  MediaFetcher fetcher(policy, stop);
+  int64_t tokens = 0;
+  for (size_t i = 0; i < request.images.size(); ++i) {
+    const MediaReference& reference = request.images[i];
+    if (stop.stop_requested()) return api_error(503, "the request was over before all its images were decoded");
+    const std::string name = absl::StrCat("image ", i + 1, " of ", request.images.size(), " (", reference.where, ")");
+    absl::StatusOr<std::string> bytes = load_media(reference.url, policy, name, fetcher);
+    if (!bytes.ok()) return with_field(bytes.status(), reference.where);
+    absl::StatusOr<ProcessedImage> processed = policy.images->prepare(*bytes, policy.image, processor);
+    if (!processed.ok()) return media_error(processed.status(), name, reference.where);
+    tokens += processed->num_tokens();
+    if (tokens >= limits.max_model_len) {  // before the pixels of all of them fill the memory
+      return over_the_context(absl::StrCat("the images up to number ", i + 1, " need ", tokens, " tokens"),
+                              limits.max_model_len, Api::kChat);
+    }
+    images.push_back(std::make_shared<const ProcessedImage>(std::move(*processed)));
   }
-  absl::StatusOr<Prompt> prompt = prompts.build(request.messages, std::move(images), options);
-  if (!prompt.ok()) return with_field(prompt.status(), "messages");
-  if (!only_counts) PARVL_RETURN_IF_ERROR(check_length("the prompt", *prompt, limits, Api::kChat));
+  return images;
+}
+
+absl::StatusOr<Prompt> PromptMaker::place(PromptText text, ProcessedImages images) const {
+  PARVL_ASSIGN_OR_RETURN(Prompt prompt, prompts.place(std::move(text), std::move(images)));
+  if (!only_counts) PARVL_RETURN_IF_ERROR(check_length("the prompt", prompt, limits, Api::kChat));
   return prompt;
+}
+
+absl::StatusOr<Prompt> PromptMaker::prepare_chat(const GenerateRequest& request, const PromptOptions& options) const {
+  PARVL_ASSIGN_OR_RETURN(PromptText text, write_chat(request, options));
+  PARVL_ASSIGN_OR_RETURN(ProcessedImages images, load_images(request));
+  return place(std::move(text), std::move(images));
 }
 
 absl::StatusOr<std::vector<TokenId>> PromptMaker::tokens_of(const std::string& text, bool add_special_tokens) const {
@@ -142,8 +146,8 @@ absl::StatusOr<std::vector<TokenId>> PromptMaker::tokens_of(const std::string& t
   return add_special_tokens ? tokenizer.encode_with_prefix(text, true) : tokenizer.encode(text, true);
 }
 
-absl::StatusOr<Prompt> PromptMaker::prepare_plain(const PlainPrompt& plain, const std::string& suffix,
-                                                  const std::string& name) const {
+absl::StatusOr<Prompt> PromptMaker::prepare_one(const PlainPrompt& plain, const std::string& suffix,
+                                                const std::string& name) const {
   Prompt prompt;
   if (const auto* ids = std::get_if<std::vector<TokenId>>(&plain)) {
     prompt.ids = *ids;
@@ -166,18 +170,12 @@ absl::StatusOr<Prompt> PromptMaker::prepare_plain(const PlainPrompt& plain, cons
   return prompt;
 }
 
-absl::StatusOr<std::vector<Prompt>> PromptMaker::prepare(const GenerateRequest& request) const {
+absl::StatusOr<std::vector<Prompt>> PromptMaker::prepare_plain(const GenerateRequest& request) const {
   std::vector<Prompt> made;
-  if (request.api == Api::kChat) {
-    PromptOptions options;
-    options.tools = request.tools;
-    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_chat(request, options));
-    made.push_back(std::move(prompt));
-  }
   const size_t count = request.prompts.size();
   for (size_t i = 0; i < count; ++i) {
     const std::string name = count == 1 ? "the prompt" : absl::StrCat("prompt ", i + 1, " of ", count);
-    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_plain(request.prompts[i], request.suffix, name));
+    PARVL_ASSIGN_OR_RETURN(Prompt prompt, prepare_one(request.prompts[i], request.suffix, name));
     made.push_back(std::move(prompt));
   }
   return made;

@@ -222,9 +222,13 @@ std::string too_many_tokens(const Admission& admission, int64_t prompt_tokens) {
                       " (--max-queue-tokens)");
 }
 
-// Whether its prompt is made faster than another thread hears of it. The body's size counts, since all that is in it
-// goes through the chat template: tools and calls as well as text.
-bool is_small(const GenerateRequest& request) { return request.images.empty() && request.body_bytes <= kSmallPrompt; }
+// Whether its text becomes tokens faster than another thread hears of it. The body's size counts, since all that is in
+// it but the images goes through the chat template: tools and calls as well as text.
+bool is_small(const GenerateRequest& request) {
+  size_t images = 0;
+  for (const MediaReference& image : request.images) images += image.url.size();
+  return request.body_bytes <= images + kSmallPrompt;
+}
 
 // A small body is parsed here: to go to another thread and back would take longer. None once the request is over.
 asio::awaitable<std::optional<absl::StatusOr<GenerateRequest>>> parse_body(Gateway& gateway, Patience& patience,
@@ -244,29 +248,66 @@ std::vector<std::string> texts_of(const std::vector<PlainPrompt>& prompts, const
   return texts;
 }
 
-// Messages and media become prompts, on a thread of a pool, unless it is little work. None once the request is over;
-// what has begun then goes on with its own hold on `request`.
-asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare(
+// What `work` returns; little work is done here, the rest on a thread of the pool.
+template <typename Work>
+asio::awaitable<std::optional<std::invoke_result_t<Work&>>> run_here_or_there(Gateway& gateway, Patience& patience,
+                                                                              bool here, Work work) {
+  if (here) co_return work();
+  co_return co_await patience.run(gateway.pool(), std::move(work));
+}
+
+// None once the request is over; what has begun then goes on with its own hold on `request`. So do the next two.
+asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare_plain(
     Gateway& gateway, Patience& patience, const std::shared_ptr<GenerateRequest>& request) {
-  // From here on a request with images waits for them, for a thread that gets them first.
-  const double asked_s = gateway.clock().now_seconds();
-  auto work = [&gateway, request, asked_s, stop = patience.stop_token()]() -> absl::StatusOr<PreparedRequest> {
+  auto work = [&gateway, request, stop = patience.stop_token()]() -> absl::StatusOr<PreparedRequest> {
     PreparedRequest out;
-    MediaStage media{gateway.clock()};
-    PromptMaker maker = gateway.prompt_maker(stop);
-    maker.media = &media;
-    auto prompts = maker.prepare(*request);
+    PARVL_ASSIGN_OR_RETURN(out.prompts, gateway.prompt_maker(stop).prepare_plain(*request));
     if (request->echo) out.echoes = texts_of(request->prompts, gateway.model().prompts().tokenizer());
-    request->forget_inputs();  // as large as the body, and not needed any more
-    PARVL_RETURN_IF_ERROR(prompts.status());
-    out.prompts = std::move(*prompts);
-    if (media.end_s > 0) out.media_begin_s = asked_s;
-    out.media_end_s = media.end_s;
     return out;
   };
-  if (is_small(*request)) co_return work();
-  asio::thread_pool& pool = names_web_items(*request) ? gateway.fetch_pool() : gateway.pool();
-  co_return co_await patience.run(pool, std::move(work));
+  co_return co_await run_here_or_there(gateway, patience, is_small(*request), std::move(work));
+}
+
+// The text becomes tokens while the images are fetched and decoded.
+asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare_chat(
+    Gateway& gateway, Patience& patience, const std::shared_ptr<GenerateRequest>& request) {
+  PreparedRequest out;
+  const std::stop_token stop = patience.stop_token();
+  auto load = [&gateway, request, stop] {
+    auto images = gateway.prompt_maker(stop).load_images(*request);
+    return std::pair(std::move(images), gateway.clock().now_seconds());
+  };
+  std::optional<Patience::Begun<decltype(load)>> loading;
+  if (!request->images.empty()) {
+    out.media_begin_s = gateway.clock().now_seconds();  // from here on it waits for them, for a thread first
+    loading.emplace(patience.begin(names_web_items(*request) ? gateway.fetch_pool() : gateway.pool(), std::move(load)));
+  }
+  auto write = [&gateway, request, stop] { return gateway.prompt_maker(stop).write_chat(*request); };
+  auto text = co_await run_here_or_there(gateway, patience, is_small(*request), std::move(write));
+  if (!text.has_value()) co_return std::nullopt;
+  if (!text->ok()) co_return text->status();
+  ProcessedImages images;
+  if (loading.has_value()) {
+    auto loaded = co_await patience.finish(*std::exchange(loading, std::nullopt));
+    if (!loaded.has_value()) co_return std::nullopt;
+    if (!loaded->first.ok()) co_return loaded->first.status();
+    images = *std::move(loaded->first);
+    out.media_end_s = loaded->second;
+  }
+  auto prompt = gateway.prompt_maker(stop).place(**std::move(text), std::move(images));
+  if (!prompt.ok()) co_return prompt.status();
+  out.prompts.push_back(*std::move(prompt));
+  co_return out;
+}
+
+// Messages and media become prompts.
+asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare(
+    Gateway& gateway, Patience& patience, const std::shared_ptr<GenerateRequest>& request) {
+  auto prepared = request->api == Api::kChat ? co_await prepare_chat(gateway, patience, request)
+                                             : co_await prepare_plain(gateway, patience, request);
+  // As large as the body, and not needed any more. After a failure a thread may still be at its images.
+  if (prepared.has_value() && prepared->ok()) request->forget_inputs();
+  co_return prepared;
 }
 
 }  // namespace
