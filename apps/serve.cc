@@ -17,6 +17,7 @@
 #include "parvl/base/text.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/media/worker_pool.h"
+#include "parvl/plan/placement_text.h"
 #include "parvl/serve/media_fetch.h"
 #include "parvl/serve/server.h"
 
@@ -36,8 +37,8 @@ struct ServeFlags {
   std::string log_format = "text";
   int64_t tensor_parallel_size = 1;
   std::vector<std::string> short_tp;  // what follows -t in "-tp N"
-  std::vector<std::pair<std::string, CLI::Option*>> unavailable;
-  std::string unavailable_value;  // nobody reads it
+  std::string config, device_map;
+  bool print_config = false;
 };
 
 // "image=4" or {"image": 4, ...}, as vLLM reads it.
@@ -78,10 +79,7 @@ absl::StatusOr<std::chrono::milliseconds> read_seconds(const char* flag, double 
   return invalid(flag, " must be between 0 and 86400 seconds, found ", seconds);
 }
 
-absl::Status refuse_unavailable(ServeFlags& flags) {
-  for (const auto& [name, option] : flags.unavailable) {
-    if (option->count() > 0) return not_available_yet(name);
-  }
+absl::Status check_tensor_parallel(ServeFlags& flags) {
   if (!flags.short_tp.empty()) {
     int64_t degree = 0;
     std::string value = flags.short_tp.back();
@@ -94,6 +92,31 @@ absl::Status refuse_unavailable(ServeFlags& flags) {
     return invalid("--tensor-parallel-size must be at least 1, found ", flags.tensor_parallel_size);
   }
   if (flags.tensor_parallel_size > 1) return not_available_yet("--tensor-parallel-size above 1");
+  return absl::OkStatus();
+}
+
+// Holds the allocation file against the model, and prints what became of it where that is asked for: then it is `done`.
+absl::Status read_placement(const ServeFlags& flags, bool& done) {
+  if (flags.config.empty()) {
+    for (const auto& [name, given] :
+         {std::pair("--print-config", flags.print_config), std::pair("--device-map", !flags.device_map.empty())}) {
+      if (given) return invalid(name, " is about an allocation; give its file with --config");
+    }
+    return absl::OkStatus();
+  }
+  PARVL_ASSIGN_OR_RETURN(const Allocation allocation, load_allocation(flags.config));
+  PARVL_ASSIGN_OR_RETURN(const auto device_map, parse_device_map(flags.device_map, allocation));
+  PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(flags.serve.model_dir));
+  DType dtype = spec.dtype;
+  if (flags.engine.load.dtype != "auto") {
+    PARVL_ASSIGN_OR_RETURN(dtype, parse_dtype(flags.engine.load.dtype));
+  }
+  PARVL_ASSIGN_OR_RETURN(const PlacementPlan plan, place(allocation, spec, dtype));
+  if (!flags.print_config) return absl::UnimplementedError(
+        "serving with --config is not available yet; --print-config shows what became of it, and without --config "
+        "everything runs in one process");
+  std::printf("%s\n", placement_json(allocation, plan, device_map).dump(2).c_str());
+  done = true;
   return absl::OkStatus();
 }
 
@@ -145,7 +168,10 @@ absl::Status check_record(const ServeFlags& flags) {
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
-  PARVL_RETURN_IF_ERROR(refuse_unavailable(flags));
+  PARVL_RETURN_IF_ERROR(check_tensor_parallel(flags));
+  bool done = false;
+  PARVL_RETURN_IF_ERROR(read_placement(flags, done));
+  if (done) return absl::OkStatus();
   PARVL_RETURN_IF_ERROR(check_body_limit(flags.serve.http));
   PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
   PARVL_ASSIGN_OR_RETURN(flags.serve.shutdown_timeout, read_seconds("--shutdown-timeout", flags.shutdown_timeout_s));
@@ -198,17 +224,11 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   return status;
 }
 
-void add_unavailable_options(CLI::App& command, ServeFlags& flags) {
-  for (const char* name : {"--config", "--device-map"}) {
-    CLI::Option* option = command.add_option(name, flags.unavailable_value, "Not available yet")
-                              ->expected(0, 1)
-                              ->group("Not available yet");
-    flags.unavailable.emplace_back(name, option);
-  }
-  for (const char* name : {"--print-config"}) {
-    CLI::Option* option = command.add_flag(name)->description("Not available yet")->group("Not available yet");
-    flags.unavailable.emplace_back(name, option);
-  }
+void add_placement_options(CLI::App& command, ServeFlags& flags) {
+  named(command.add_option("--config", flags.config, "Allocation file: which modules run on which pools of devices"));
+  command.add_option("--device-map", flags.device_map, "What to compute on instead: CLASS=cpu|cuda,...");
+  command.add_flag("--print-config", flags.print_config,
+                   "Print what became of --config for this model, every default filled in, and end");
 }
 
 // What it tells of what it does.
@@ -296,7 +316,7 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--tensor-parallel-size", flags->tensor_parallel_size, "Also -tp; only 1 is available yet");
   command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
   add_telling_options(*command, *flags);
-  add_unavailable_options(*command, *flags);
+  add_placement_options(*command, *flags);
   run_with(*command, context, [flags, &context] { return run_serve(*flags, context); });
 }
 

@@ -247,10 +247,11 @@ class CommandLine(unittest.TestCase):
 
     def test_refusals(self):
         for flags, says in (((), "--model"),
-                            (("--model", "x", "--config", "a.yaml"), "--config is not available yet"),
+                            (("--model", "x", "--config", "no/such.yaml"), "no/such.yaml"),
                             (("--model", "x", "-tp", "2"), "--tensor-parallel-size"),
                             (("--model", "x", "--tensor-parallel-size", "2"), "not available yet"),
-                            (("--model", "x", "--device-map", "a"), "--device-map is not available yet"),
+                            (("--model", "x", "--device-map", "a=cpu"), "--device-map is about an allocation; give its file with --config"),
+                            (("--model", "x", "--print-config"), "--print-config is about an allocation; give its file with --config"),
                             (("--model", "x", "--port", "99999"), "--port"),
                             (("--model", "x", "--limit-mm-per-prompt", "image=x"), "--limit-mm-per-prompt"),
                             (("--model", "x", "--dtype", "int3"), "--dtype"),

@@ -1,0 +1,56 @@
+"""Allocation files at `parvl serve --config`: the contract's example, and what is refused before any weight is loaded."""
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+import unittest
+
+PARVL = os.environ["PARVL"]
+MODEL = pathlib.Path(__file__).resolve().parents[2] / "examples" / "easy_vqa" / "model"
+EXAMPLE = """cluster:
+  gpu_pools:
+    encoder-pool: {device: gpu-24gb, min_instances: 1, max_instances: 8}
+    llm-pool:     {device: gpu-40gb, min_instances: 1, max_instances: 8}
+model:
+  modules:
+    vision_encoder: {pool: encoder-pool, parallel: data, replicas: 2}
+    llm_backbone:   {pool: llm-pool, parallel: tensor, tp_size: 2, replicas: 2}
+scheduler:
+  policy: load-aware
+  expand_threshold: 0.75
+  shrink_threshold: 0.30
+  cooldown_seconds: 120
+"""
+
+
+class Allocations(unittest.TestCase):
+    def serve(self, text, *flags):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "allocation.yaml"
+            path.write_text(text)
+            done = subprocess.run([PARVL, "serve", "--model", str(MODEL), "--config", str(path), *flags], capture_output=True, text=True, timeout=60)
+            return done.returncode, done.stdout, done.stderr.strip().replace(folder + "/", "")
+
+    def test_the_example_is_shown_with_every_default(self):
+        code, out, err = self.serve(EXAMPLE, "--print-config", "--device-map", "gpu-24gb=cpu,gpu-40gb=cpu")
+        self.assertEqual((code, err), (0, ""))
+        pools = json.loads(out)["pools"]
+        self.assertEqual({name: (pool["role"], pool["instances"], pool["devices_an_instance"], pool["computes_on"]) for name, pool in pools.items()},
+                         {"encoder-pool": ("encode", 2, 1, "cpu"), "llm-pool": ("llm", 2, 2, "cpu")})
+        self.assertEqual(set(pools["encoder-pool"]["modules"]), {"vision_encoder", "projector"})
+        self.assertGreater(pools["llm-pool"]["weight_bytes_a_device"], 0)
+
+    def test_what_does_not_fit_is_refused(self):
+        for change, flags, says in ((("tp_size: 2", "tp_size: 3"), ("--print-config",), "allocation.yaml:8: 'model.modules.llm_backbone.tp_size' (3) must divide the 4 attention heads"),
+                                    (("policy", "polcy"), (), "allocation.yaml:10: unknown key 'scheduler.polcy'; valid here: policy"),
+                                    (("0.75", "7.5"), (), "allocation.yaml:11: 'scheduler.expand_threshold'"),
+                                    (("", ""), ("--device-map", "gpu-25gb=cpu"), "--device-map names the device class 'gpu-25gb'"),
+                                    (("", ""), (), "serving with --config is not available yet")):
+            code, out, err = self.serve(EXAMPLE.replace(*change) if change[0] else EXAMPLE, *flags)
+            self.assertEqual((code, out), (2, ""), err)
+            self.assertTrue(err.splitlines()[-1].startswith(f"parvl: {says}"), err)
+
+
+if __name__ == "__main__":
+    unittest.main()
