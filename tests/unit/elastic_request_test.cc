@@ -1,0 +1,313 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include <map>
+#include <set>
+
+#include "parvl/elastic/request_lifecycle.h"
+
+namespace parvl {
+namespace {
+
+using Do = RequestAction::Kind;
+using Kind = RequestEvent::Kind;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+constexpr InstanceId kA{1}, kB{2}, kC{3};
+
+std::vector<Do> kinds(const std::vector<RequestAction>& actions) {
+  std::vector<Do> out;
+  for (const RequestAction& action : actions) out.push_back(action.kind);
+  return out;
+}
+
+absl::Status lost() { return absl::UnavailableError("gone"); }
+
+struct Driver {
+  explicit Driver(const RequestShape& shape) : request(shape) { first = kinds(request.start()); }
+  std::vector<Do> happens(const RequestEvent& event) { return kinds(request.handle(event)); }
+  // One image on A, then the generation on B.
+  void encode_and_generate() {
+    EXPECT_THAT(first, ElementsAre(Do::kPlaceEncoding));
+    EXPECT_THAT(happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1}), ElementsAre(Do::kEncode));
+    EXPECT_THAT(happens({.kind = Kind::kEncoded, .attempt = 1}), ElementsAre(Do::kPlaceGeneration));
+    EXPECT_EQ(request.holder(0), kA);
+    EXPECT_THAT(happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = 1}), ElementsAre(Do::kGenerate));
+  }
+  std::vector<Do> token(int64_t index, int attempt, size_t choice = 0) {
+    return happens({.kind = Kind::kToken, .choice = choice, .attempt = attempt, .index = index});
+  }
+  RequestLifecycle request;
+  std::vector<Do> first;
+};
+
+TEST(Request, TextIsGeneratedAtOnceAndEndsOnce) {
+  Driver d({});
+  EXPECT_THAT(d.first, ElementsAre(Do::kPlaceGeneration));
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1}), ElementsAre(Do::kGenerate));
+  EXPECT_THAT(d.token(0, 1), ElementsAre(Do::kDeliver));
+  EXPECT_THAT(d.token(0, 1), IsEmpty()) << "the same again";
+  EXPECT_THAT(d.token(2, 1), IsEmpty()) << "one is missing in between";
+  EXPECT_THAT(d.token(1, 1), ElementsAre(Do::kDeliver));
+  EXPECT_THAT(d.happens({.kind = Kind::kFinished, .attempt = 1}), ElementsAre(Do::kEnd));
+  EXPECT_TRUE(d.request.ended());
+  for (const Kind kind :
+       {Kind::kToken, Kind::kFinished, Kind::kLeft, Kind::kTimeUp, Kind::kInstanceLost, Kind::kNowhere}) {
+    EXPECT_THAT(d.happens({.kind = kind, .instance = kA, .attempt = 1, .index = 2}), IsEmpty());
+  }
+}
+
+TEST(Request, EncoderOutputIsLetGoWithTheFirstToken) {
+  Driver d({.items = 1});
+  d.encode_and_generate();
+  EXPECT_THAT(d.token(0, 1), ElementsAre(Do::kDeliver, Do::kLetGo));
+  EXPECT_THAT(d.token(1, 1), ElementsAre(Do::kDeliver));
+  EXPECT_EQ(d.request.holder(0), std::nullopt);
+}
+
+TEST(Request, ImagesFanOutAndTheGenerationWaitsForAll) {
+  Driver d({.items = 2});
+  EXPECT_THAT(d.first, ElementsAre(Do::kPlaceEncoding, Do::kPlaceEncoding));
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .item = 0, .attempt = 1});
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kB, .item = 1, .attempt = 1});
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .item = 1, .attempt = 1}), IsEmpty());
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .item = 1, .attempt = 1}), IsEmpty());
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .item = 0, .attempt = 1}), ElementsAre(Do::kPlaceGeneration));
+}
+
+TEST(Request, AnEncodingGoesElsewhereWhenItsInstanceIsLost) {
+  Driver d({.items = 1});
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1});
+  EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kB}), IsEmpty());
+  EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kA}), ElementsAre(Do::kPlaceEncoding));
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .attempt = 1}), IsEmpty()) << "the lost one speaks";
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kC, .attempt = 2});
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .attempt = 2}), ElementsAre(Do::kPlaceGeneration));
+}
+
+TEST(Request, OutputThatIsLostBeforeItWasTakenIsMadeAgain) {
+  Driver d({.items = 1});
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1});
+  d.happens({.kind = Kind::kEncoded, .attempt = 1});
+  EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kA}), ElementsAre(Do::kPlaceEncoding));
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = 1}), IsEmpty())
+      << "its image is gone";
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kC, .attempt = 2});
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .attempt = 2}), ElementsAre(Do::kPlaceGeneration));
+}
+
+TEST(Request, OutputThatARunningGenerationMayHaveIsNotMadeAgainForNothing) {
+  Driver d({.items = 1});
+  d.encode_and_generate();
+  EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kA}), IsEmpty());
+  EXPECT_THAT(d.token(0, 1), ElementsAre(Do::kDeliver)) << "it had it, and nothing is left to let go";
+}
+
+TEST(Request, AGenerationGoesOnFromWhatTheClientHas) {
+  Driver d({});
+  d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1});
+  d.token(0, 1);
+  d.token(1, 1);
+  EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kA}), ElementsAre(Do::kPlaceGeneration));
+  EXPECT_THAT(d.token(2, 1), IsEmpty()) << "from the lost one";
+  d.happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = 2});
+  EXPECT_EQ(d.request.delivered(0), 2);
+  EXPECT_THAT(d.token(2, 2), ElementsAre(Do::kDeliver));
+}
+
+TEST(Request, AfterTheFirstTokenALostGenerationNeedsItsImagesAgain) {
+  Driver d({.items = 1});
+  d.encode_and_generate();
+  d.token(0, 1);
+  EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kB}), ElementsAre(Do::kPlaceEncoding));
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 2});
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .attempt = 2}), ElementsAre(Do::kPlaceGeneration));
+}
+
+TEST(Request, OnlyChoicesThatAreNotFinishedGoOn) {
+  Driver d({.choices = 2});
+  d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1});
+  d.token(0, 1, 0);
+  EXPECT_THAT(d.happens({.kind = Kind::kFinished, .choice = 0, .attempt = 1}), IsEmpty());
+  d.happens({.kind = Kind::kInstanceLost, .instance = kA});
+  EXPECT_TRUE(d.request.finished(0));
+  EXPECT_FALSE(d.request.finished(1));
+  d.happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = 2});
+  EXPECT_THAT(d.token(1, 2, 0), IsEmpty());
+  d.token(0, 2, 1);
+  EXPECT_THAT(d.happens({.kind = Kind::kFinished, .choice = 1, .attempt = 2}), ElementsAre(Do::kEnd));
+}
+
+TEST(Request, WhatNobodyElseCouldDoEndsIt) {
+  Driver d({.items = 1});
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1});
+  const auto actions =
+      d.request.handle({.kind = Kind::kEncodingFailed, .attempt = 1, .status = absl::InvalidArgumentError("broken")});
+  ASSERT_THAT(kinds(actions), ElementsAre(Do::kEnd));
+  EXPECT_EQ(actions[0].status.message(), "broken");
+}
+
+TEST(Request, TriesAreBounded) {
+  Driver d({.max_generations = 2});
+  d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1});
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = 1, .status = lost()}),
+              ElementsAre(Do::kPlaceGeneration));
+  d.happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = 2});
+  const auto actions = d.request.handle({.kind = Kind::kGenerationFailed, .attempt = 2, .status = lost()});
+  ASSERT_THAT(kinds(actions), ElementsAre(Do::kEnd));
+  EXPECT_TRUE(absl::IsUnavailable(actions[0].status));
+}
+
+TEST(Request, AClientThatLeavesFreesEverything) {
+  Driver d({.items = 3});
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .item = 0, .attempt = 1});
+  d.happens({.kind = Kind::kEncoded, .item = 0, .attempt = 1});
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kB, .item = 1, .attempt = 1});
+  EXPECT_THAT(d.happens({.kind = Kind::kLeft}), ElementsAre(Do::kCancelEncoding, Do::kLetGo, Do::kEnd));
+}
+
+// A made-up cluster that loses instances, doubles and delays messages; the promises of the header.
+class World {
+ public:
+  explicit World(const RequestShape& shape) : shape_(shape), request_(shape) { carry_out(request_.start()); }
+
+  bool over() const { return request_.ended(); }
+
+  void step(bool calm) {
+    const int dice = *rc::gen::inRange(0, calm ? 6 : 10);
+    if (dice == 6) return lose();
+    if (dice == 7) return say_something_old();
+    if (dice == 8 && !old_.empty()) return tell(*rc::gen::elementOf(old_));
+    if (dice == 9 && *rc::gen::inRange(0, 6) == 0) return tell({.kind = Kind::kTimeUp, .status = lost()});
+    advance();
+  }
+
+  void check_end() const {
+    RC_ASSERT(ends_ == 1);
+    RC_ASSERT(kept_.empty() && encoding_.empty() && !generating_);
+  }
+
+ private:
+  InstanceId some_instance() { return InstanceId{*rc::gen::inRange(1, 4) + 10 * generation_of_instances_}; }
+
+  // What the cluster owes next.
+  void advance() {
+    if (!placing_.empty()) {
+      const auto [item, attempt] = *placing_.begin();
+      placing_.erase(placing_.begin());
+      return tell({.kind = Kind::kEncodingPlaced, .instance = some_instance(), .item = item, .attempt = attempt});
+    }
+    if (!encoding_.empty()) {
+      const auto [item, place] = *encoding_.begin();
+      encoding_.erase(encoding_.begin());
+      kept_.insert({item, place});
+      return tell({.kind = Kind::kEncoded, .instance = place.first, .item = item, .attempt = place.second});
+    }
+    if (placing_generation_ > 0) {
+      const int attempt = std::exchange(placing_generation_, 0);
+      return tell({.kind = Kind::kGenerationPlaced, .instance = some_instance(), .attempt = attempt});
+    }
+    if (!generating_) return;
+    for (size_t c = 0; c < shape_.choices; ++c) {
+      if (request_.finished(c)) continue;
+      if (next_[c] < 3) return tell({.kind = Kind::kToken, .choice = c, .attempt = attempt_, .index = next_[c]++});
+      return tell({.kind = Kind::kFinished, .choice = c, .attempt = attempt_});
+    }
+  }
+
+  void lose() {
+    const InstanceId gone = some_instance();
+    lost_.insert(gone.value);
+    std::erase_if(encoding_, [&](const auto& entry) { return entry.second.first == gone; });
+    std::erase_if(kept_, [&](const auto& entry) { return entry.second.first == gone; });
+    if (generating_ && generator_ == gone) generating_ = false;
+    ++generation_of_instances_;  // new names for those that come after
+    tell({.kind = Kind::kInstanceLost, .instance = gone});
+  }
+
+  void say_something_old() {
+    const auto kind = *rc::gen::element(Kind::kToken, Kind::kFinished, Kind::kEncoded, Kind::kGenerationFailed);
+    tell({.kind = kind, .item = 0, .attempt = attempt_ - 1, .index = 0, .status = lost()});
+  }
+
+  void tell(const RequestEvent& event) {
+    // A message may come again later; but that an instance is lost, or the time up, is told once.
+    if (event.kind == Kind::kToken || event.kind == Kind::kEncoded) old_.push_back(event);
+    carry_out(request_.handle(event));
+  }
+
+  void carry_out(const std::vector<RequestAction>& actions) {
+    for (const RequestAction& action : actions) {
+      RC_ASSERT(ends_ == 0);
+      const bool on_instance = action.instance.value != 0;
+      if (on_instance) RC_ASSERT(!lost_.contains(action.instance.value));
+      switch (action.kind) {
+        case Do::kPlaceEncoding:
+          placing_[action.item] = action.attempt;
+          break;
+        case Do::kEncode:
+          RC_ASSERT(encoding_.emplace(action.item, std::pair(action.instance, action.attempt)).second);
+          break;
+        case Do::kPlaceGeneration:
+          placing_generation_ = action.attempt;
+          break;
+        case Do::kGenerate:
+          RC_ASSERT(!generating_);
+          for (size_t i = 0; i < shape_.items; ++i) RC_ASSERT(request_.holder(i).has_value());
+          generating_ = true;
+          generator_ = action.instance;
+          attempt_ = action.attempt;
+          next_.clear();
+          for (size_t c = 0; c < shape_.choices; ++c) next_.push_back(request_.delivered(c));
+          break;
+        case Do::kDeliver:
+          RC_ASSERT(request_.delivered(action.choice) >= ++delivered_[action.choice]);
+          break;
+        case Do::kLetGo:
+          RC_ASSERT(kept_.erase(action.item) == 1);
+          break;
+        case Do::kCancelEncoding:
+          RC_ASSERT(encoding_.erase(action.item) == 1);
+          break;
+        case Do::kCancelGeneration:
+          RC_ASSERT(std::exchange(generating_, false));
+          break;
+        case Do::kEnd:
+          ++ends_;
+          if (action.status.ok()) {
+            for (size_t c = 0; c < shape_.choices; ++c) RC_ASSERT(delivered_[c] == 3);
+            generating_ = false;
+          }
+          break;
+      }
+    }
+    for (size_t c = 0; c < shape_.choices; ++c) RC_ASSERT(request_.delivered(c) == delivered_[c]);
+  }
+
+  const RequestShape shape_;
+  RequestLifecycle request_;
+  int64_t generation_of_instances_ = 0;
+  std::set<int64_t> lost_;
+  std::map<size_t, int> placing_;                                 // item → attempt
+  std::map<size_t, std::pair<InstanceId, int>> encoding_, kept_;  // item → instance, attempt
+  int placing_generation_ = 0, attempt_ = 0;
+  bool generating_ = false;
+  InstanceId generator_ = {};
+  std::vector<int64_t> next_;
+  std::map<size_t, int64_t> delivered_;
+  std::vector<RequestEvent> old_;
+  int ends_ = 0;
+};
+
+RC_GTEST_PROP(RequestProperty, KeepsItsPromisesWhateverIsLost, ()) {
+  World world({.items = *rc::gen::inRange<size_t>(0, 4), .choices = *rc::gen::inRange<size_t>(1, 4)});
+  for (int i = 0; i < 60 && !world.over(); ++i) world.step(false);
+  for (int i = 0; i < 200 && !world.over(); ++i) world.step(true);
+  RC_ASSERT(world.over());
+  world.check_end();
+}
+
+}  // namespace
+}  // namespace parvl
