@@ -303,8 +303,12 @@ asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare_chat(
 // Messages and media become prompts.
 asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare(
     Gateway& gateway, Patience& patience, const std::shared_ptr<GenerateRequest>& request) {
-  auto prepared = request->api == Api::kChat ? co_await prepare_chat(gateway, patience, request)
-                                             : co_await prepare_plain(gateway, patience, request);
+  std::optional<absl::StatusOr<PreparedRequest>> prepared;  // no ?: around co_await: GCC 12 destroys its result twice
+  if (request->api == Api::kChat) {
+    prepared = co_await prepare_chat(gateway, patience, request);
+  } else {
+    prepared = co_await prepare_plain(gateway, patience, request);
+  }
   // As large as the body, and not needed any more. After a failure a thread may still be at its images.
   if (prepared.has_value() && prepared->ok()) request->forget_inputs();
   co_return prepared;

@@ -165,7 +165,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{file("p: {device: cpu, max_instances: 0}", kLlm), "a.yaml:1: 'cluster.gpu_pools.p.max_instances'",
                 "from 1"},
         Refusal{file("p: {device: cpu, role: chef}", kLlm), "a.yaml:1: 'cluster.gpu_pools.p.role'",
-                "encode, llm, prefill, decode"},
+                "must be one of llm, encode, prefill, decode, found 'chef'"},
         Refusal{file(kPool, "llm_backbone: {pool: q}"), "a.yaml:3: 'model.modules.llm_backbone.pool'",
                 "no pool of cluster.gpu_pools (p)"},
         Refusal{file(kPool, "vision_encoder: {pool: p}"), "a.yaml:3: 'model.modules.llm_backbone'", "is missing"},
