@@ -112,7 +112,8 @@ absl::Status read_placement(const ServeFlags& flags, bool& done) {
     PARVL_ASSIGN_OR_RETURN(dtype, parse_dtype(flags.engine.load.dtype));
   }
   PARVL_ASSIGN_OR_RETURN(const PlacementPlan plan, place(allocation, spec, dtype));
-  if (!flags.print_config) return absl::UnimplementedError(
+  if (!flags.print_config)
+    return absl::UnimplementedError(
         "serving with --config is not available yet; --print-config shows what became of it, and without --config "
         "everything runs in one process");
   std::printf("%s\n", placement_json(allocation, plan, device_map).dump(2).c_str());

@@ -97,13 +97,12 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   void close_after_this() { keep_alive_ = false; }
 
   // Server-sent events: chunked, or to the end of the connection for HTTP/1.0. A stream that ends badly closes it too.
-  // Its head goes out with the first events, and its end with the last: each write wakes the client.
+  // Its head goes out with the first events.
   void begin_stream();
   asio::awaitable<void> send(std::string events);
   asio::awaitable<void> end_stream(std::string events);
 
-  // From now to the end of the request, gone() tells whether the client has left, and the wakeup is notified when it
-  // does.
+  // From now to the end of the request, gone() tells whether the client has left, and the wakeup is notified then.
   void watch();
   bool gone() const { return gone_; }
   const std::shared_ptr<Wakeup>& wakeup() { return wakeup_; }  // others may keep it longer than the connection lives
@@ -123,8 +122,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   void watch_more();
   asio::awaitable<void> stop_watching();
 
-  // Writing (http_reply.cc).
-  std::string chunk_of(const std::string& events);
+  std::string chunk_of(const std::string& events);  // writing (http_reply.cc)
   asio::awaitable<void> write_all(std::string bytes);
 
   HttpShared& shared_;
