@@ -152,19 +152,34 @@ void EngineLoop::submit_step() {
   if (in_flight_ || !output.encodes.empty()) trace_.scheduled(now, clock_.now_seconds(), output);
 }
 
+// An answer that goes on: its text so far is shown, but for what waits for more.
+absl::Status EngineLoop::take_up(const EngineRequest& request, TextStream& stream) const {
+  const Tokenizer& tokenizer = prompts().tokenizer();
+  for (const TokenId token : request.generated) {
+    const auto delta = stream.push(token, tokenizer.token_bytes(token), tokenizer.is_special(token));
+    if (delta.finish == FinishReason::kNone) continue;
+    return invalid("the answer that was to go on had ended with one of its ", request.generated.size(), " tokens");
+  }
+  return absl::OkStatus();
+}
+
 void EngineLoop::add(RequestId id, EngineRequest request) {
   const double now = clock_.now_seconds();
-  const absl::Status status = scheduler_.add(describe(id, request), now);
+  SamplingParams& sampling = request.sampling;
+  const int64_t tokens = static_cast<int64_t>(request.prompt->ids.size());
+  const int64_t room = config_.scheduler.max_model_len - tokens;
+  if (room > 0) sampling.max_tokens = sampling.max_tokens < 0 ? room : std::min(sampling.max_tokens, room);
+  TextStream stream(sampling, config_.end_tokens);
+  absl::Status status = executor_->begin(id, request);
+  if (status.ok()) {
+    status = take_up(request, stream);
+    if (status.ok()) status = scheduler_.add(describe(id, request), now);
+    if (!status.ok()) executor_->end(id);
+  }
   if (!status.ok()) {
     request.on_end(status);
     return;
   }
-  SamplingParams& sampling = request.sampling;
-  const int64_t tokens = static_cast<int64_t>(request.prompt->ids.size());
-  const int64_t room = config_.scheduler.max_model_len - tokens;
-  sampling.max_tokens = sampling.max_tokens < 0 ? room : std::min(sampling.max_tokens, room);
-  executor_->begin(id, request);
-  TextStream stream(sampling, config_.end_tokens);
   auto live = std::make_unique<Live>(Live{std::move(request), std::move(stream), {}, now});
   live->result.prompt_tokens = tokens;
   trace_.arrived(live->request.track, now, tokens);
@@ -176,6 +191,7 @@ SchedRequest EngineLoop::describe(RequestId id, const EngineRequest& request) co
   out.id = id;
   out.priority = request.priority;
   out.prompt = request.prompt->ids;
+  out.prompt.insert(out.prompt.end(), request.generated.begin(), request.generated.end());
   out.cache_salt = request.cache_salt;
   for (const MediaSpan& span : request.prompt->media) {
     const ProcessedImage& image = *request.prompt->images[static_cast<size_t>(span.image_index)];

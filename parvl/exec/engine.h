@@ -14,9 +14,9 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/base/status.h"
+#include "parvl/exec/engine_request.h"
 #include "parvl/exec/engine_stats.h"
 #include "parvl/exec/engine_trace.h"
-#include "parvl/exec/generation.h"
 #include "parvl/media/grammar.h"
 #include "parvl/media/prompt.h"
 #include "parvl/sched/executor.h"
@@ -24,23 +24,13 @@
 
 namespace parvl {
 
-struct EngineRequest {
-  std::shared_ptr<const Prompt> prompt;
-  SamplingParams sampling;
-  std::shared_ptr<const Grammar> grammar;  // of Engine::grammars(); null: any text
-  int priority = 0;                        // a lower number goes first
-  std::string cache_salt;                  // requests of different salts share no prefix
-  TrackId track;                           // where EngineConfig::timeline shows it
-  // Both on the engine's thread; they must not block. `on_end` comes exactly once and last, also for a cancelled
-  // request (finish kNone) and when the engine stops.
-  std::function<void(const TokenEvent&)> on_token;
-  std::function<void(const absl::StatusOr<GenerateResult>&)> on_end;
-};
+class TextStream;
 
 // An executor that computes with prompts: requests are made known to it before they appear in a step.
 class ModelExecutor : public Executor {
  public:
-  virtual void begin(RequestId id, const EngineRequest& request) = 0;
+  // InvalidArgument, and not known, when `generated` is not what the model or the request's grammar could have said.
+  virtual absl::Status begin(RequestId id, const EngineRequest& request) = 0;
   // Forgets the request; a step in flight may still hold it.
   virtual void end(RequestId id) = 0;
   // Called from any thread whenever poll has something new. Set once, before the first submit.
@@ -62,7 +52,7 @@ class Engine {
   virtual std::string device_name() const = 0;
   virtual GrammarCompiler& grammars() = 0;  // of the model's tokenizer; any thread
 
-  // Any thread. What can never run ends with InvalidArgument.
+  // Any thread. What can never run ends with InvalidArgument: too long a prompt, or an answer that had ended already.
   virtual RequestId submit(EngineRequest request) = 0;
   // Any thread. The request ends soon, with finish kNone, unless it has ended.
   virtual void cancel(RequestId id) = 0;
@@ -110,6 +100,7 @@ class EngineLoop : public Engine {
   void loop();
   void step();
   void add(RequestId id, EngineRequest request);
+  absl::Status take_up(const EngineRequest& request, TextStream& stream) const;
   void submit_step();
   void commit(const Completion& completion);
   void commit_encode(const Completion& completion);

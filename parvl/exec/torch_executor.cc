@@ -71,7 +71,7 @@ class TorchExecutor : public ModelExecutor {
         .get();
   }
 
-  void begin(RequestId id, const EngineRequest& request) override {
+  absl::Status begin(RequestId id, const EngineRequest& request) override {
     const std::shared_ptr<const Prompt>& prompt = request.prompt;
     std::vector<ImageSpan> images;
     for (const MediaSpan& span : prompt->media) {
@@ -82,7 +82,17 @@ class TorchExecutor : public ModelExecutor {
     Sampler sampler(request.sampling, files_.end_tokens, prompt->ids);
     RequestState state{prompt, prompt->ids, std::move(positions), std::move(sampler)};
     if (request.grammar != nullptr) state.grammar.emplace(request.grammar);
+    for (const TokenId token : request.generated) {
+      if (token < 0 || token >= model().spec().backbone.vocab) {
+        return invalid("the answer so far holds the token ", token, ", which this model does not have");
+      }
+      state.tokens.push_back(token);
+      state.sampler.accept(token);
+      if (!state.grammar.has_value() || state.grammar->accept(token).ok()) continue;
+      return invalid("the answer so far is not what its grammar allows");
+    }
     states_.emplace(id, std::make_shared<RequestState>(std::move(state)));
+    return absl::OkStatus();
   }
   void end(RequestId id) override { states_.erase(id); }
   void set_notify(std::function<void()> notify) override { notify_ = std::move(notify); }

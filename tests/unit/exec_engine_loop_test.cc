@@ -30,7 +30,10 @@ class PretendingExecutor : public ModelExecutor {
     thread_.join();
   }
 
-  void begin(RequestId id, const EngineRequest&) override { EXPECT_TRUE(known_.insert(id.value).second); }
+  absl::Status begin(RequestId id, const EngineRequest&) override {
+    EXPECT_TRUE(known_.insert(id.value).second);
+    return absl::OkStatus();
+  }
   void end(RequestId id) override { EXPECT_EQ(known_.erase(id.value), 1u); }
   void set_notify(std::function<void()> notify) override { notify_ = std::move(notify); }
   void submit(const SchedulerOutput& output) override {
