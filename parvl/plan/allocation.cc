@@ -179,8 +179,8 @@ absl::Status read_scheduler(ConfigReader scheduler, ScalingRules& out) {
 }
 
 absl::Status read_queues(ConfigReader queues, Allocation& out) {
-  for (size_t i = 0; i < kQueueClasses.size(); ++i) {
-    ConfigReader queue = queues.section(std::string(kQueueClasses[i]));
+  for (size_t i = 0; i < kQueueNames.size(); ++i) {
+    ConfigReader queue = queues.section(kQueueNames[i]);
     queue.integer("limit", out.queues[i].limit, 0, 100'000);
     queue.number("weight", out.queues[i].weight, {.low = 0, .high = 1e6, .low_open = true});
     queue.number("deadline_ms", out.queues[i].deadline_ms, {.low = 0, .high = kMaxSeconds * 1000});

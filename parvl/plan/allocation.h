@@ -12,6 +12,7 @@
 
 #include "parvl/base/config.h"
 #include "parvl/base/status.h"
+#include "parvl/plan/queue_kind.h"
 
 namespace parvl {
 
@@ -54,13 +55,11 @@ struct ScalingRules {
   bool lending = false, dry_run = false, approval = false, warmup = true;
 };
 
-// A class of requests, by what they hold.
 struct QueueRules {
   int64_t limit = 64;
   double weight = 1;
   double deadline_ms = 0;  // 0: none
 };
-inline constexpr std::array<std::string_view, 5> kQueueClasses = {"text", "image", "video", "audio", "mixed"};
 
 struct RolloutRules {
   double canary_share = 0.1, window_seconds = 60;
@@ -72,7 +71,7 @@ struct Allocation {
   std::vector<PoolSpec> pools;      // in the file's order
   std::vector<ModuleSpec> modules;  // likewise
   ScalingRules scheduler;
-  std::array<QueueRules, kQueueClasses.size()> queues;
+  std::array<QueueRules, kQueueNames.size()> queues;
   double ttft_ms = 0, tpot_ms = 0;                  // the SLO; 0: none
   int64_t admin_port = 0;                           // 0: any
   std::map<std::string, std::string> admin_tokens;  // by role; secrets

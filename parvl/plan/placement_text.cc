@@ -53,10 +53,9 @@ Json placement_json(const Allocation& allocation, const PlacementPlan& plan,
   for (const PoolPlan& pool : plan.pools) {
     pools[pool.name] = pool_json(pool, allocation.device_classes.at(pool.device), device_map);
   }
-  for (size_t i = 0; i < kQueueClasses.size(); ++i) {
+  for (size_t i = 0; i < kQueueNames.size(); ++i) {
     const QueueRules& queue = allocation.queues[i];
-    queues[std::string(kQueueClasses[i])] = {
-        {"limit", queue.limit}, {"weight", queue.weight}, {"deadline_ms", queue.deadline_ms}};
+    queues[kQueueNames[i]] = {{"limit", queue.limit}, {"weight", queue.weight}, {"deadline_ms", queue.deadline_ms}};
   }
   for (const auto& [role, token] : allocation.admin_tokens) tokens.push_back(role);
   const RolloutRules& rollout = allocation.rollout;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <optional>
 #include <utility>
 
 namespace parvl {
@@ -9,6 +11,7 @@ namespace {
 
 constexpr double kNewestShare = 0.2;  // of the last departure in the moving average
 constexpr int64_t kLongestRetryAfter = 600;
+constexpr double kNoDeadline = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
@@ -19,6 +22,7 @@ void Admission::Ticket::leave_line() {
 void Admission::Ticket::set_ready() {
   if (std::exchange(ready_, true)) return;
   line_.unready_ -= entry_.weight;
+  line_.waiting_.set_ready(key_);
   line_.grant();
 }
 
@@ -38,8 +42,8 @@ Admission::Ticket::~Ticket() {
     line_.granted_ -= entry_.weight;
     line_.note_departure(entry_.weight);
   } else {
-    line_.waiting_.erase(place_);
-    line_.waiting_weight_[index_of(entry_.kind)] -= entry_.weight;
+    line_.waiting_.erase(key_);
+    line_.tickets_.erase(key_);
   }
   line_.tokens_ -= tokens_;
   line_.size_ -= entry_.weight;
@@ -50,8 +54,8 @@ std::unique_ptr<Admission::Ticket> Admission::enter(const Entry& entry, std::fun
   const size_t before = granted_ + (entry.ready ? 0 : unready_);  // those not ready will run before this one
   if (before >= limits_.running && waiting(entry.kind) >= limits_.waiting[index_of(entry.kind)]) return nullptr;
   std::unique_ptr<Ticket> ticket(new Ticket(*this, entry, std::move(on_credit)));
-  ticket->place_ = waiting_.insert(waiting_.end(), ticket.get());
-  waiting_weight_[index_of(entry.kind)] += entry.weight;
+  ticket->key_ = waiting_.push({entry.kind, entry.weight, entry.priority, kNoDeadline, entry.ready});
+  tickets_.emplace(ticket->key_, ticket.get());
   size_ += entry.weight;
   in_line_ += entry.weight;
   if (!entry.ready) unready_ += entry.weight;
@@ -61,7 +65,7 @@ std::unique_ptr<Admission::Ticket> Admission::enter(const Entry& entry, std::fun
 }
 
 size_t Admission::waiting(QueueKind kind) const {
-  size_t weight = waiting_weight_[index_of(kind)];
+  size_t weight = waiting_.weight(kind);
   // The last ones that got a turn are made ready, and wait as long as others run.
   size_t beyond = granted_ > limits_.running ? granted_ - limits_.running : 0;
   for (auto last = credits_.rbegin(); beyond > 0 && last != credits_.rend(); ++last) {
@@ -96,26 +100,14 @@ void Admission::set_limits(const Limits& limits) {
 void Admission::grant() {
   const size_t credits = limits_.running == 0 ? 0 : limits_.running + 1;  // the next one is made ready
   while (!closed_ && granted_ < credits && !waiting_.empty()) {
-    const auto next = next_turn();
-    if (next == waiting_.end()) return;
-    Ticket& ticket = **next;
-    for (auto earlier = waiting_.begin(); earlier != next; ++earlier) ++(*earlier)->passed_;
-    credits_.splice(credits_.end(), waiting_, next);
-    waiting_weight_[index_of(ticket.entry_.kind)] -= ticket.entry_.weight;
+    const std::optional<ModalityQueue::Key> next = waiting_.pop();
+    if (!next.has_value()) return;
+    Ticket& ticket = *tickets_.extract(*next).mapped();
+    ticket.place_ = credits_.insert(credits_.end(), &ticket);
     granted_ += ticket.entry_.weight;
     ticket.credit_ = true;
     ticket.on_credit_();
   }
-}
-
-std::list<Admission::Ticket*>::iterator Admission::next_turn() {
-  auto best = waiting_.end();
-  for (auto it = waiting_.begin(); it != waiting_.end(); ++it) {
-    if (!(*it)->ready_) continue;
-    if ((*it)->passed_ >= kMaxPassed) return it;
-    if (best == waiting_.end() || (*it)->entry_.priority < (*best)->entry_.priority) best = it;
-  }
-  return best;
 }
 
 }  // namespace parvl

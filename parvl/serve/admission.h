@@ -7,21 +7,17 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <unordered_map>
 
 #include "parvl/base/clock.h"
+#include "parvl/elastic/modality_queue.h"
 
 namespace parvl {
-
-// What a request brings, and so which queue it waits in.
-enum class QueueKind { kText, kImage, kVideo, kAudio, kMixed };
-inline constexpr std::array<const char*, 5> kQueueNames = {"text", "image", "video", "audio", "mixed"};
-constexpr size_t index_of(QueueKind kind) { return static_cast<size_t>(kind); }
 
 // A line of requests, each as heavy as it has choices to generate. Up to a weight of `running` run at once; those whose
 // turn has come, and the next, which is made ready meanwhile, may be prepared and run (what is decoded in memory stays
 // bounded); the rest wait with nothing but their bytes. Each kind has a bound of its own, so that a burst of one kind
-// leaves the others their places. Turns go by priority, then by arrival, over all kinds; a request that kMaxPassed
-// later ones have passed goes before all priorities, so that none waits for ever.
+// leaves the others their places. Whose turn is next, elastic/modality_queue.h says.
 class Admission {
  public:
   static constexpr int kMaxPassed = 16;
@@ -61,9 +57,9 @@ class Admission {
     std::function<void()> on_credit_;
     bool credit_ = false, ready_;
     bool in_line_ = true;
-    int passed_ = 0;  // by how many that came later
     size_t tokens_ = 0;
-    std::list<Ticket*>::iterator place_;  // among those that wait, or those that have credit
+    ModalityQueue::Key key_ = 0;          // while it waits
+    std::list<Ticket*>::iterator place_;  // among those that have credit
   };
 
   // `clock` must outlive it.
@@ -87,14 +83,14 @@ class Admission {
  private:
   void grant();
   void note_departure(size_t weight);
-  std::list<Ticket*>::iterator next_turn();  // waiting_.end(): nobody is ready
 
   Limits limits_;
   const Clock& clock_;
   bool closed_ = false;
-  size_t granted_ = 0, unready_ = 0;      // the weight of those whose turn has come, and of those who are not ready
-  std::list<Ticket*> waiting_, credits_;  // by arrival; by turn
-  std::array<size_t, kQueueNames.size()> waiting_weight_{};
+  size_t granted_ = 0, unready_ = 0;  // the weight of those whose turn has come, and of those who are not ready
+  ModalityQueue waiting_{kMaxPassed};
+  std::unordered_map<ModalityQueue::Key, Ticket*> tickets_;  // of those that wait
+  std::list<Ticket*> credits_;                               // by turn
   size_t in_line_ = 0, tokens_ = 0;
   std::atomic<size_t> size_{0};
   double last_departure_s_ = 0;  // or when somebody began to wait

@@ -114,9 +114,9 @@ TEST(Admission, ALowerPriorityNumberGoesFirst) {
        next = line.enter(4, {1, -5, QueueKind::kImage});
   running.reset();
   ready.reset();
-  first.reset();
   next.reset();
-  EXPECT_THAT(line.turns, ElementsAre(0, 1, 3, 4, 2));
+  first.reset();
+  EXPECT_THAT(line.turns, ElementsAre(0, 1, 4, 3, 2));  // 4 is the only image, and two texts had their turns
 }
 
 TEST(Admission, NobodyIsPassedForEver) {
