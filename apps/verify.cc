@@ -196,7 +196,8 @@ absl::Status run_verify(const VerifyFlags& given, const Context& context) {
   Recipe alone = recipe;
   alone.parallel = {};
   PARVL_ASSIGN_OR_RETURN(const VerifyRun reference, run_steps(alone, quiet_environment(flags, context), flags.steps));
-  return report(compare(*run, reference), recipe, flags);
+  PARVL_RETURN_IF_ERROR(report(compare(*run, reference), recipe, flags));
+  return run->replicas;
 }
 
 }  // namespace

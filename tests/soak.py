@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The long runs: every fuzzer for --minutes (default 10), every unit program twenty times in shuffled order (1,000 training steps
-that must leave nothing behind among them), 10,000 image requests to one server, and 200 steps of the example in parallel layouts. Seeds are printed; --seed repeats a run. Ends like tests/run.py."""
+that must leave nothing behind among them), 10,000 image requests to one server, 200 steps of the example in parallel layouts, and 100
+recoveries of training runs. Seeds are printed; --seed repeats a run. Ends like tests/run.py."""
 import argparse
 import os
 import pathlib
@@ -20,7 +21,7 @@ def soak_suites(build: pathlib.Path, seconds: int, seed: int, only: str, scratch
         command = [str(program), f"--gtest_output=json:{result}", "--gtest_repeat=20", "--gtest_shuffle", "--gtest_brief=1",
                    f"--gtest_random_seed={seed % 99999 + 1}"]
         suites.append(run.Suite("unit", f"unit/{program.name}", command, result))
-    for script in ("serve_load.py", "train_curves.py"):
+    for script in ("serve_load.py", "train_curves.py", "train_recovery.py"):
         result = str(scratch / f"{script}.json")
         command = [sys.executable, str(run.ROOT / "tests" / "run.py"), "--run-file", str(run.ROOT / "tests" / "e2e" / script), "--result", result]
         suites.append(run.Suite("python", f"e2e/{script}", command, result))
@@ -41,7 +42,8 @@ def main() -> int:
     limits = {"fuzz": seconds + 120, "unit": 3600, "python": 7200}
     with tempfile.TemporaryDirectory(prefix="parvl-soak-") as scratch:
         suites = soak_suites(build, seconds, args.seed, args.only, pathlib.Path(scratch))
-        env = dict(run.environment(build), PARVL_IMAGE_REQUESTS="10000", PARVL_SOAK_STEPS="1000", PARVL_CURVE_STEPS="200")
+        env = dict(run.environment(build), PARVL_IMAGE_REQUESTS="10000", PARVL_SOAK_STEPS="1000", PARVL_CURVE_STEPS="200",
+                   PARVL_RECOVERIES="100", PARVL_RECOVERY_SEED=str(args.seed))
         return run.conclude(run.run_all(suites, env, args.jobs, limits))
 
 

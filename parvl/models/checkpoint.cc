@@ -58,23 +58,21 @@ bool is_known_buffer(const std::string& name) {
 
 using NamedParams = std::vector<std::pair<std::string, const Param*>>;
 
-absl::StatusOr<std::unique_ptr<FileWriter>> begin_file(const std::string& path, const NamedParams& tensors,
-                                                       DType dtype) {
+absl::StatusOr<std::unique_ptr<TensorFileWriter>> begin_file(const std::string& path, const NamedParams& tensors,
+                                                             DType dtype) {
   std::vector<TensorEntry> entries;
   for (const auto& [name, param] : tensors) {
     const auto& shape = param->checkpoint_shape.empty() ? param->shape : param->checkpoint_shape;
     entries.push_back(
         {name, safetensors_dtype(dtype), shape, 0, static_cast<uint64_t>(param->numel() * dtype_bytes(dtype))});
   }
-  PARVL_ASSIGN_OR_RETURN(auto writer, FileWriter::create(path));
-  const std::string header = make_safetensors_header(entries);
-  PARVL_RETURN_IF_ERROR(writer->append(header.data(), header.size()));
-  return writer;
+  return TensorFileWriter::create(path, std::move(entries));
 }
 
-absl::Status save_file(const std::string& path, const NamedParams& tensors, const SaveOptions& options) {
-  absl::StatusOr<std::unique_ptr<FileWriter>> writer = nullptr;
-  if (options.write) writer = begin_file(path, tensors, options.dtype);
+absl::Status save_file(const std::string& dir, const std::string& file, const NamedParams& tensors,
+                       const SaveOptions& options) {
+  absl::StatusOr<std::unique_ptr<TensorFileWriter>> writer = nullptr;
+  if (options.write) writer = begin_file(dir + "/" + file, tensors, options.dtype);
   absl::Status status = writer.status();
   for (const auto& [name, param] : tensors) {
     const at::Tensor whole = options.whole(*param).detach();
@@ -84,7 +82,10 @@ absl::Status save_file(const std::string& path, const NamedParams& tensors, cons
       return (*writer)->append(data.data_ptr(), data.nbytes());
     });
   }
-  return options.write && status.ok() ? (*writer)->finish() : status;
+  if (!options.write || !status.ok()) return status;
+  PARVL_ASSIGN_OR_RETURN(TensorFileHashes hashes, (*writer)->finish());
+  if (options.hashes != nullptr) (*options.hashes)[file] = std::move(hashes);
+  return absl::OkStatus();
 }
 
 absl::Status copy_companions(const std::string& from, const std::string& to) {
@@ -163,7 +164,7 @@ absl::Status save_weights(const Model& model, const std::string& dir, const Save
   for (size_t i = 0; i < shards.size(); ++i) {
     char name[64] = "model.safetensors";
     if (shards.size() > 1) std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", i + 1, shards.size());
-    status.Update(save_file(dir + "/" + name, shards[i], options));
+    status.Update(save_file(dir, name, shards[i], options));
     for (const auto& [tensor, param] : shards[i]) weight_map[tensor] = name;
   }
   if (!options.write || !status.ok()) return status;

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "parvl/models/model.h"
+#include "parvl/models/tensor_file.h"
 #include "parvl/models/weight_files.h"
 
 namespace parvl {
@@ -40,10 +42,12 @@ struct SaveOptions {
   // Tokenizer, template, preprocessor and generation files are copied from here when they exist; "" for none.
   std::string copy_from;
   int64_t max_shard_bytes = int64_t{4} << 30;
-  // Gives the whole of a parameter's master where this rank may hold a part of it or nothing. All ranks call it, and so
-  // save_weights; one of them writes.
+  // Gives the whole of a parameter where this rank may hold a part of it or nothing: of one at a time. All ranks call
+  // it, and so save_weights; one of them writes.
   std::function<at::Tensor(const Param&)> whole = [](const Param& param) { return param.master; };
   bool write = true;
+  // Filled with the hashes of the weight files that were written, by their names in DIR; null: not asked for.
+  std::map<std::string, TensorFileHashes>* hashes = nullptr;
 };
 
 // Writes a Hugging Face directory that transformers loads: config.json with the dtype, model.safetensors (or shards and

@@ -96,6 +96,7 @@ struct BatchLoader::Impl {
   // A step that is being filled or waits to be taken.
   struct Slot {
     std::vector<Prompt> samples;
+    std::vector<int64_t> indices;
     int64_t missing = 0;
     int64_t error_place = 0;  // place in the batch of `error`; the lowest counts, whoever finds it first
     absl::Status error;
@@ -133,6 +134,7 @@ struct BatchLoader::Impl {
     if (slot.samples.empty()) {
       slot.missing = options.global_batch / options.share.replicas;
       slot.samples.resize(static_cast<size_t>(slot.missing));
+      for (const Placed& one : placed) slot.indices.push_back(one.index);
     }
     return true;
   }
@@ -250,7 +252,7 @@ absl::StatusOr<GlobalBatch> BatchLoader::next() {
   lock.unlock();
   impl_->may_fill.notify_all();
   if (!slot.error.ok()) return slot.error;
-  return GlobalBatch{step, std::move(slot.samples)};
+  return GlobalBatch{step, std::move(slot.samples), std::move(slot.indices)};
 }
 
 size_t BatchLoader::steps_ahead() const {

@@ -69,6 +69,7 @@ absl::StatusOr<double> estimate_cost(const RawSample& sample, const PromptBuilde
 struct GlobalBatch {
   int64_t step = 0;
   std::vector<Prompt> samples;
+  std::vector<int64_t> indices;  // in the data set, of all replicas' samples, in the order of their places
 };
 
 // Which samples of a global batch are a replica's: micro batches are dealt out in turn, so that micro batch m of the

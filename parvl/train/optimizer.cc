@@ -32,15 +32,16 @@ void allocate_group(OptimGroupState& group, const OptimRecipe& optim, bool zero1
   group.part_begin = parts == 1 ? 0 : group.data->rank() * group.part_size;
   total = group.part_size * parts;
   const auto options = at::TensorOptions().dtype(master_type).device(device);
-  group.master = at::zeros({total}, options);
   group.grad = at::zeros({total}, options);
+  // Masters that will be cut are whole for as long as weights are read, when there are no gradients yet.
+  group.master = parts > 1 && value_type != master_type ? group.grad : at::zeros({total}, options);
   group.value = value_type == master_type ? group.master : at::zeros({total}, options.dtype(value_type));
   if (optim.name == "adamw") {
-    group.moment1 = at::zeros({total}, options);
-    group.moment2 = at::zeros({total}, options);
+    group.moment1 = at::zeros({group.part_size}, options);
+    group.moment2 = at::zeros({group.part_size}, options);
     group.updates = at::zeros({}, options.dtype(at::kFloat));
   } else if (optim.momentum != 0) {
-    group.moment1 = at::zeros({total}, options);
+    group.moment1 = at::zeros({group.part_size}, options);
   }
   for (size_t i = 0; i < group.params.size(); ++i) {
     Param& param = *group.params[i];
@@ -58,9 +59,17 @@ at::Tensor own(const OptimGroupState& group, const at::Tensor& flat) {
   return flat.narrow(0, group.part_begin, group.part_size);
 }
 
-// The same of a tensor that may be cut already.
-at::Tensor own_state(const OptimGroupState& group, const at::Tensor& state) {
-  return !state.defined() || state.size(0) == group.part_size ? state : own(group, state);
+// The same of the masters, which may be cut already.
+at::Tensor own_master(const OptimGroupState& group) {
+  return group.master.size(0) == group.part_size ? group.master : own(group, group.master);
+}
+
+// Adds Σ gradient² in float64. In pieces, since a sum in another type makes a copy in that type first.
+void add_square(const at::Tensor& grad, const at::Tensor& sum) {
+  constexpr int64_t kPiece = int64_t{1} << 22;
+  for (const at::Tensor& piece : grad.split(kPiece)) {
+    sum.add_(at::linalg_vector_norm(piece, 2, at::OptionalIntArrayRef{}, false, at::kDouble).square());
+  }
 }
 
 // Every rank's part into a whole flat tensor.
@@ -125,39 +134,35 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
 }
 
 void Optimizer::shard() {
-  if (!ranks_.zero1 || std::exchange(sharded_, true)) return;
   for (OptimGroupState& group : groups_) {
-    if (group.data == nullptr) continue;
-    for (at::Tensor* state : {&group.moment1, &group.moment2}) {
-      if (state->defined()) *state = own(group, *state).clone();
-    }
-    if (group.value.is_same(group.master)) continue;
-    group.master = own(group, group.master).clone();
+    if (!group.master.is_same(group.grad)) continue;
+    group.master = own(group, group.grad).clone();
+    group.grad.zero_();
     for (Param* param : group.params) param->master = param->value;
   }
   params_->link_tied();
 }
 
-void Optimizer::unshard() {
-  const CommSite site("optimizer.unshard");
-  if (!std::exchange(sharded_, false)) return;
-  for (OptimGroupState& group : groups_) {
-    if (group.data == nullptr) continue;
-    const auto gather = [&](at::Tensor& state) {
-      const at::Tensor whole = at::empty({group.part_size * group.data->size()}, state.options());
-      gather_parts(group, state, whole);
-      state = whole;
-    };
-    if (group.moment1.defined()) gather(group.moment1);
-    if (group.moment2.defined()) gather(group.moment2);
-    if (group.value.is_same(group.master)) continue;
-    gather(group.master);
+std::vector<StatePiece> Optimizer::state_pieces() const {
+  std::vector<StatePiece> out;
+  for (const OptimGroupState& group : groups_) {
+    const bool counts = group.counts && (group.data == nullptr || ranks_.zero1 || group.data->rank() == 0);
+    const int64_t end = group.part_begin + group.part_size;
     for (size_t i = 0; i < group.params.size(); ++i) {
-      Param& param = *group.params[i];
-      param.master = group.master.narrow(0, group.offsets[i], param.part_numel()).view(param.part_shape());
+      const int64_t offset = group.offsets[i], numel = group.params[i]->part_numel();
+      const int64_t first = std::max(offset, group.part_begin), last = std::min(offset + numel, end);
+      if (first >= last) continue;
+      const auto add = [&](const char* state, const at::Tensor& flat) {
+        if (!flat.defined()) return;
+        const at::Tensor values = flat.narrow(0, first - group.part_begin, last - first);
+        out.push_back({group.params[i], state, first - offset, values, counts});
+      };
+      add("moment1", group.moment1);
+      add("moment2", group.moment2);
+      if (masters_) add("master", own_master(group));
     }
   }
-  params_->link_tied();
+  return out;
 }
 
 void Optimizer::zero_grad() {
@@ -190,22 +195,13 @@ void Optimizer::reduce_grads() {
   }
 }
 
-std::vector<std::string> Optimizer::states() const {
-  std::vector<std::string> out;
-  if (recipe_.name == "adamw" || recipe_.momentum != 0) out.push_back("moment1");
-  if (recipe_.name == "adamw") out.push_back("moment2");
-  if (masters_) out.push_back("master");
-  return out;
-}
-
 at::Tensor Optimizer::grad_norm() const {
   const CommSite site("optimizer.grad_norm");
   at::Tensor square = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device_));
   for (const OptimGroupState& group : groups_) {
     const bool counted_elsewhere = group.data != nullptr && !ranks_.zero1 && group.data->rank() > 0;
     if (!group.counts || counted_elsewhere) continue;
-    square.add_(
-        at::linalg_vector_norm(own(group, group.grad), 2, at::OptionalIntArrayRef{}, false, at::kDouble).square());
+    add_square(own(group, group.grad), square);
   }
   if (ranks_.sum) ranks_.sum(square);
   return square.sqrt();
@@ -227,18 +223,18 @@ void Optimizer::step(double lr_factor) {
   at::NoGradGuard no_grad;
   for (OptimGroupState& group : groups_) {
     const double lr = group.lr * lr_factor;
-    const at::Tensor master = own_state(group, group.master), grad = own(group, group.grad);
-    const at::Tensor moment1 = own_state(group, group.moment1), moment2 = own_state(group, group.moment2);
+    const at::Tensor master = own_master(group), grad = own(group, group.grad);
     if (recipe_.name == "adamw") {
       group.updates.add_(1);
-      at::_fused_adamw_({master}, {grad}, {moment1}, {moment2}, {}, {group.updates}, lr, recipe_.betas.first,
-                        recipe_.betas.second, group.weight_decay, recipe_.eps, /*amsgrad=*/false, /*maximize=*/false);
+      at::_fused_adamw_({master}, {grad}, {group.moment1}, {group.moment2}, {}, {group.updates}, lr,
+                        recipe_.betas.first, recipe_.betas.second, group.weight_decay, recipe_.eps, /*amsgrad=*/false,
+                        /*maximize=*/false);
       continue;
     }
     // Weight decay adds to the gradient, then momentum (Sutskever et al., 2013, in PyTorch's form).
     at::Tensor update = grad;
     if (group.weight_decay != 0) update = update.add(master, group.weight_decay);
-    if (recipe_.momentum != 0) update = moment1.mul_(recipe_.momentum).add_(update);
+    if (recipe_.momentum != 0) update = group.moment1.mul_(recipe_.momentum).add_(update);
     master.sub_(update, lr);
   }
   ++steps_done_;
@@ -251,7 +247,7 @@ void Optimizer::share_values() {
   const CommSite site("optimizer.share_values");
   for (OptimGroupState& group : groups_) {
     const bool one = group.value.is_same(group.master);
-    if (!one) own(group, group.value).copy_(own_state(group, group.master));
+    if (!one) own(group, group.value).copy_(own_master(group));
     if (!ranks_.zero1 || group.data == nullptr) continue;
     gather_parts(group, own(group, group.value).clone(), group.value);
   }
@@ -260,7 +256,8 @@ void Optimizer::share_values() {
 void Optimizer::refresh_values() {
   at::NoGradGuard no_grad;
   for (OptimGroupState& group : groups_) {
-    if (!group.value.is_same(group.master)) group.value.copy_(group.master);
+    if (group.master.sizes() == group.value.sizes() && !group.value.is_same(group.master))
+      group.value.copy_(group.master);
   }
 }
 

@@ -29,7 +29,7 @@ struct OptimGroupState {
   std::vector<int64_t> offsets;  // of each parameter in the flat tensors
   at::Tensor master, grad;       // flat; the parameters' tensors are views of these
   at::Tensor value;              // flat in the compute dtype; master itself when the dtypes agree
-  at::Tensor moment1, moment2;   // AdamW; SGD with momentum uses moment1
+  at::Tensor moment1, moment2;   // AdamW; SGD with momentum uses moment1. Of the part that this rank updates
   at::Tensor updates;            // AdamW's count of updates, a float scalar on the device
   ProcessGroup* data = nullptr;  // the ranks with these parameters and other samples; null: none
   TensorParallel tensor;         // the ranks that the module is cut over
@@ -37,6 +37,15 @@ struct OptimGroupState {
   bool counts = true;            // in the norm, on this rank of those that hold the same part
   // The part that this rank updates: all of it without ZeRO-1. The flat tensors are padded so that parts are equal.
   int64_t part_begin = 0, part_size = 0;
+};
+
+// Values of one parameter's state that this rank keeps.
+struct StatePiece {
+  const Param* param = nullptr;
+  const char* state = "";  // moment1, moment2, or master where the values are 16-bit
+  int64_t begin = 0;       // where they begin in the row-major order of this rank's part of the parameter
+  at::Tensor values;       // flat; the optimizer's own memory
+  bool counts = true;      // on this rank of those that keep the same values
 };
 
 // Where a parameter's gradient is summed, and how the state is kept. Which parameters are cut, `params` says.
@@ -62,11 +71,12 @@ class Optimizer {
   static absl::StatusOr<std::unique_ptr<Optimizer>> create(ParamTable& params, const Recipe& recipe, DType dtype,
                                                            at::Device device, const OptimizerRanks& ranks = {});
 
-  // With ZeRO-1: from here on this rank keeps the state of its own part alone: moments, and masters beside 16-bit
-  // values (those parameters' `master` is their value then). Nothing else changes anything.
+  // With ZeRO-1 and 16-bit values, once the parameters have their weights: from here on this rank keeps the masters of
+  // its own part alone (the parameters' `master` is their value then). Until then the masters lie in the gradients'
+  // memory. Else it changes nothing.
   void shard();
-  // The whole state on every rank again, to save it. All ranks of the data groups call it.
-  void unshard();
+  // All of the optimizer's state that this rank keeps but the counts of steps. After `shard`; until tensors change.
+  std::vector<StatePiece> state_pieces() const;
 
   void zero_grad();
   // Sums the gradients over the tensor and data groups: every rank has all of its parameters', or with ZeRO-1 its own
@@ -82,16 +92,14 @@ class Optimizer {
   void step(double lr_factor);
   // A step that had nothing to learn from: it counts for the schedule; weights, moments and their bias correction stay.
   void skip_step() { ++steps_done_; }
+  // The values from the masters, where these are whole.
   void refresh_values();
 
   std::vector<OptimGroupState>& groups() { return groups_; }
   const std::vector<OptimGroupState>& groups() const { return groups_; }
   int64_t steps_done() const { return steps_done_; }
   int64_t updates_done() const { return updates_done_; }  // steps that were not skipped
-  // What is carried for each trained parameter: moment1, moment2, and master where the values are 16-bit; in which type
-  // and where.
-  std::vector<std::string> states() const;
-  DType state_dtype() const { return state_dtype_; }
+  DType state_dtype() const { return state_dtype_; }      // of masters, gradients and moments
   at::Device device() const { return device_; }
   void set_progress(int64_t steps_done, int64_t updates_done);
 
@@ -104,7 +112,7 @@ class Optimizer {
   OptimizerRanks ranks_;
   ParamTable* params_ = nullptr;  // borrowed
   DType state_dtype_ = DType::kFloat32;
-  bool masters_ = false, sharded_ = false;
+  bool masters_ = false;  // beside 16-bit values
   at::Device device_ = at::kCPU;
   std::vector<OptimGroupState> groups_;
   int64_t steps_done_ = 0;

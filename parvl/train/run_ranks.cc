@@ -135,16 +135,20 @@ absl::Status RunRanks::sum(absl::Span<double> values) const {
       ->wait();
 }
 
-absl::Status RunRanks::agree(const absl::Status& mine) const {
+absl::StatusOr<int64_t> RunRanks::last_failed(bool mine) const {
+  double last = mine ? static_cast<double>(rank()) : -1;
   ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
-  if (group == nullptr) return mine;
   const CommSite site("agree");
-  double last = mine.ok() ? -1 : static_cast<double>(rank());
-  const absl::Status asked = group->all_reduce({&last, 1, DType::kFloat64}, ReduceOp::kMax)->wait();
+  if (group != nullptr) PARVL_RETURN_IF_ERROR(group->all_reduce({&last, 1, DType::kFloat64}, ReduceOp::kMax)->wait());
+  return static_cast<int64_t>(last);
+}
+
+absl::Status RunRanks::agree(const absl::Status& mine) const {
+  const absl::StatusOr<int64_t> last = last_failed(!mine.ok());
   if (!mine.ok()) return mine;
-  PARVL_RETURN_IF_ERROR(asked);
-  if (last < 0) return absl::OkStatus();
-  return failed("rank ", static_cast<int64_t>(last), " failed; its own last line says why");
+  PARVL_RETURN_IF_ERROR(last.status());
+  if (*last < 0) return absl::OkStatus();
+  return failed("rank ", *last, " failed; its own last line says why");
 }
 
 absl::Status RunRanks::compare() const {

@@ -74,6 +74,8 @@ class RunRanks {
   // This rank's status when that is an error; else the news that another rank has failed, and which; else OK. So that
   // nobody goes on, or waits, alone.
   absl::Status agree(const absl::Status& mine) const;
+  // The last rank that has failed, -1 when none has; an error when the ranks cannot be asked.
+  absl::StatusOr<int64_t> last_failed(bool mine) const;
   // OK when all ranks have made the same group calls so far; else InvalidArgument naming the first that differs. No
   // message may be under way.
   absl::Status compare() const;

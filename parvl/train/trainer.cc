@@ -79,7 +79,7 @@ absl::Status Trainer::train_loop() {
     ranks_->abort(std::string(kept.message()));
     return kept;
   }
-  if (!ended.ok()) ranks_->abort(std::string(ended.message()));
+  if (!ended.ok() && !all_are_here_) ranks_->abort(std::string(ended.message()));
   PARVL_RETURN_IF_ERROR(save_the_rest(ended));
   if (optimizer_->steps_done() == last) return absl::OkStatus();
   const bool continues = recipe_.train.resume == "auto" || recipe_.train.resume == "must";
@@ -92,7 +92,7 @@ absl::Status Trainer::train_loop() {
 // Saves the steps that no checkpoint holds yet. Gives `ended` back; a failure to save only adds to its message.
 absl::Status Trainer::save_the_rest(const absl::Status& ended) {
   if (!worth_saving_ || optimizer_->steps_done() <= std::max<int64_t>(0, saved_step_)) return ended;
-  if (!ended.ok() && ranks_->world() > 1) return ended;  // the state lies on ranks that may be gone
+  if (!ended.ok() && ranks_->world() > 1 && !all_are_here_) return ended;  // others have the rest of the state
   const absl::Status saved = catch_exceptions("saving failed", [&] { return save(); });
   if (saved.ok() || ended.ok()) return ended.ok() ? saved : ended;
   return absl::Status(ended.code(), absl::StrCat(ended.message(), "; after that, ", saved.message()));
@@ -123,11 +123,14 @@ absl::Status Trainer::next_step(BatchLoader& loader) {
   const double start = env_.clock->now_seconds();
   output_->working("preparing data");
   const absl::StatusOr<GlobalBatch> batch = loader.next();
-  PARVL_RETURN_IF_ERROR(ranks_->agree(batch.status()));
+  PARVL_ASSIGN_OR_RETURN(const int64_t bad, ranks_->last_failed(!batch.ok()));
+  all_are_here_ = bad >= 0;
+  PARVL_RETURN_IF_ERROR(batch.status());
+  if (bad >= 0) return failed("rank ", bad, " failed; its own last line says why");
   output_->working("training");
   PARVL_ASSIGN_OR_RETURN(const StepResult result, train_step(*batch));
   if (result.targets == 0) warn_of_no_targets();
-  return after_step(result, env_.clock->now_seconds() - start);
+  return after_step(result, batch->indices, env_.clock->now_seconds() - start);
 }
 
 absl::StatusOr<StepResult> Trainer::compute_gradients(const GlobalBatch& batch) {
@@ -217,7 +220,7 @@ absl::Status Trainer::update(const StepResult& result) {
   return absl::OkStatus();
 }
 
-absl::Status Trainer::after_step(const StepResult& result, double seconds) {
+absl::Status Trainer::after_step(const StepResult& result, const std::vector<int64_t>& samples, double seconds) {
   interval_seconds_ += seconds;
   interval_flops_ += result.flops;
   interval_tokens_ += result.tokens;
@@ -230,7 +233,7 @@ absl::Status Trainer::after_step(const StepResult& result, double seconds) {
   report.memory_bytes = memory_in_use(device_);
   const double peak = peak_flops(device_, to_scalar_type(dtype_));
   if (peak > 0 && interval_seconds_ > 0) report.mfu = interval_flops_ / interval_seconds_ / peak;
-  PARVL_RETURN_IF_ERROR(output_->step(report, {{"tokens", result.tokens}, {"loss_tokens", result.targets}}));
+  PARVL_RETURN_IF_ERROR(output_->step(report, {{"tokens", result.tokens}, {"loss_tokens", result.targets}, {"samples", samples}}));
   if (output_->is_logged(report.step)) {
     interval_seconds_ = interval_flops_ = 0;
     interval_tokens_ = 0;
@@ -248,14 +251,12 @@ absl::Status Trainer::save() {
   contents.identity = identity_;
   contents.copy_from = recipe_.model.empty() ? recipe_.tokenizer : recipe_.model;
   contents.ranks = ranks_.get();
-  optimizer_->unshard();
-  absl::StatusOr<std::string> dir = save_checkpoint(recipe_.train.out, dtype_, contents);
+  contents.writer = writer_;
+  const absl::StatusOr<std::string> dir = save_checkpoint(recipe_.train.out, dtype_, contents);
   if (!dir.ok()) {
     const std::string last = saved_step_ > 0 ? absl::StrCat("; the one of step ", saved_step_, " is whole") : "";
-    dir = absl::Status(dir.status().code(), absl::StrCat(dir.status().message(), last));
+    return absl::Status(dir.status().code(), absl::StrCat(dir.status().message(), last));
   }
-  optimizer_->shard();
-  PARVL_RETURN_IF_ERROR(ranks_->agree(dir.status()));
   saved_step_ = optimizer_->steps_done();
   output_->line("saved " + *dir);
   output_->record({{"event", "saved"}, {"step", saved_step_}, {"path", *dir}});

@@ -8,6 +8,7 @@
 #include "parvl/base/clock.h"
 #include "parvl/base/json.h"
 #include "parvl/models/packing.h"
+#include "parvl/train/checkpoint_folder.h"
 #include "parvl/train/checkpointer.h"
 #include "parvl/train/data.h"
 #include "parvl/train/optimizer.h"
@@ -54,9 +55,10 @@ class Trainer {
   static absl::StatusOr<std::unique_ptr<Trainer>> create(const Recipe& recipe, TrainerEnvironment environment);
   ~Trainer();
 
-  // To the last step, or until stop_requested. The last step done is always saved, also when stopped or, on one
-  // rank, when a later step fails (a bad sample, no memory), unless the weights may be half updated. A loss or gradient
-  // that is not finite ends the run before it reaches the weights; nothing is saved then.
+  // To the last step, or until stop_requested. The last step done is always saved, also when stopped, when a later
+  // step's sample is bad, or, on one rank, when a later step fails otherwise (no memory), unless the weights may be
+  // half updated. A loss or gradient that is not finite ends the run before it reaches the weights; nothing is saved
+  // then.
   absl::Status run();
 
   // One optimizer step on one global batch, of which `batch` is this rank's share; what `run` repeats. A batch without
@@ -81,13 +83,16 @@ class Trainer {
   at::Tensor run_micro_batches(const GlobalBatch& batch, StepResult& result);
   absl::Status load_model_and_data();
   absl::Status connect(const ModelSpec& spec);
+  absl::Status agree_on_writer();
   absl::Status check_eval_set();
   absl::Status resume();
+  absl::Status check_together(const std::string& dir) const;
+  std::string way_out(const std::vector<int64_t>& steps) const;
   absl::Status train_loop();
   absl::Status save_the_rest(const absl::Status& ended);
   absl::Status next_step(BatchLoader& loader);
   void warn_of_no_targets();
-  absl::Status after_step(const StepResult& result, double seconds);
+  absl::Status after_step(const StepResult& result, const std::vector<int64_t>& samples, double seconds);
   absl::Status save();
   absl::Status evaluate();
   absl::Status evaluate_here();
@@ -108,9 +113,11 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;
   Json identity_;
   int64_t run_ = 0;          // see CheckpointContents
+  uint64_t writer_ = 0;      // likewise
   int64_t saved_step_ = -1;  // the newest step that a checkpoint of this run holds
   // False where going on from the weights makes no sense: half updated, or their next numbers are not finite.
   bool worth_saving_ = true;
+  bool all_are_here_ = false;  // after an error: all ranks know of it, and none waits or is gone
   bool warned_of_no_targets_ = false;
   // Sums since the last logged step.
   double interval_seconds_ = 0, interval_flops_ = 0;

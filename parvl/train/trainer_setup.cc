@@ -103,17 +103,6 @@ Json identity_of(const Recipe& recipe, const Model& model, const Dataset& data, 
           {"data.augment", recipe.data.augment}};
 }
 
-// What to do instead of going on from steps[0], which is damaged or another run's.
-std::string way_out(const std::string& out, const std::vector<int64_t>& steps) {
-  if (check_checkpoint(checkpoint_dir(out, steps[0])).ok()) return "";  // the message says it
-  for (size_t i = 1; i < steps.size(); ++i) {
-    const std::string dir = checkpoint_dir(out, steps[i]);
-    if (check_checkpoint(dir).ok())
-      return absl::StrCat("; ", dir, " is whole: set train.resume to it, or remove the damaged one");
-  }
-  return "; no other checkpoint there is whole: set train.resume to never to start over";
-}
-
 }  // namespace
 
 Trainer::Trainer(const Recipe& recipe, TrainerEnvironment environment)
@@ -151,7 +140,6 @@ absl::Status Trainer::set_up() {
                                               {"the run that they continue", absl::StrCat(saved_step_ < 0 ? 0 : run_)},
                                               {"data and model", identity_.dump()}},
                                              "give all ranks the same files, and a train.out that they share"));
-  optimizer_->shard();
   const int64_t done = optimizer_->steps_done();
   if (done > recipe_.train.steps) {
     return invalid("train.steps is ", recipe_.train.steps, ", but the resumed checkpoint already has ", done,
@@ -210,7 +198,8 @@ absl::Status Trainer::load_model_and_data() {
   }
   PARVL_ASSIGN_OR_RETURN(const std::string weights, weights_hash(model_->params(), *ranks_));
   identity_ = identity_of(recipe_, *model_, *train_set_, weights);
-  return absl::OkStatus();
+  optimizer_->shard();
+  return agree_on_writer();
 }
 
 absl::Status Trainer::connect(const ModelSpec& spec) {
@@ -222,6 +211,12 @@ absl::Status Trainer::connect(const ModelSpec& spec) {
   std::vector<std::pair<std::string, std::string>> sections = recipe_sections(recipe_);
   for (auto& [name, text] : sections) name = absl::StrCat("their recipes' '", name, "'");
   return ranks_->expect_equal(sections, "start all ranks with the same recipe and the same --set");
+}
+
+// The first rank's clock tells this start of the run from all others.
+absl::Status Trainer::agree_on_writer() {
+  writer_ = ranks_->is_first() ? static_cast<uint64_t>(env_.clock->wall_ns()) : 0;
+  return ranks_->sum_exactly(absl::MakeSpan(&writer_, 1));
 }
 
 // Prepares every sample once: what is wrong with one is said now and not at the first checkpoint, hours later. It costs
@@ -236,27 +231,47 @@ absl::Status Trainer::check_eval_set() {
   return absl::OkStatus();
 }
 
+// Each rank a share of the hashes; all know when one of them finds damage.
+absl::Status Trainer::check_together(const std::string& dir) const {
+  const absl::Status mine = check_checkpoint(dir, {ranks_->rank(), ranks_->world()});
+  PARVL_ASSIGN_OR_RETURN(const int64_t bad, ranks_->last_failed(!mine.ok()));
+  if (mine.ok() && bad >= 0)
+    return invalid("rank ", bad, " finds that checkpoint ", dir, " is damaged; its own last line says what is");
+  return mine;
+}
+
+// What to do instead of going on from steps[0], which is damaged. All ranks call it.
+std::string Trainer::way_out(const std::vector<int64_t>& steps) const {
+  for (size_t i = 1; i < steps.size(); ++i) {
+    const std::string dir = checkpoint_dir(recipe_.train.out, steps[i]);
+    if (check_together(dir).ok())
+      return absl::StrCat("; ", dir, " is whole: set train.resume to it, or remove the damaged one");
+  }
+  return "; no other checkpoint there is whole: set train.resume to never to start over";
+}
+
 absl::Status Trainer::resume() {
   const std::string& how = recipe_.train.resume;
   if (how == "never") return absl::OkStatus();
   output_->working("resuming");
-  std::string from = how;
-  if (how == "auto" || how == "must") {
-    const auto steps = list_checkpoints(recipe_.train.out);
-    if (steps.empty() && how == "auto") return absl::OkStatus();
-    if (steps.empty()) return invalid("train.resume is must, but ", recipe_.train.out, " holds no checkpoint");
-    from = checkpoint_dir(recipe_.train.out, steps[0]);
-    const auto run = load_checkpoint(from, {model_.get(), optimizer_.get(), identity_});
-    if (!run.ok())
-      return absl::InvalidArgumentError(absl::StrCat(run.status().message(), way_out(recipe_.train.out, steps)));
-    run_ = *run;
+  const bool newest = how == "auto" || how == "must";
+  const std::vector<int64_t> steps = newest ? list_checkpoints(recipe_.train.out) : std::vector<int64_t>{};
+  const std::string from = !newest ? how : steps.empty() ? "" : checkpoint_dir(recipe_.train.out, steps[0]);
+  PARVL_RETURN_IF_ERROR(ranks_->expect_equal({{"the checkpoint that they go on from", from}},
+                                             "give all ranks the same files, and a train.out that they share"));
+  if (from.empty() && how == "auto") return absl::OkStatus();
+  if (from.empty()) return invalid("train.resume is must, but ", recipe_.train.out, " holds no checkpoint");
+  const absl::Status whole = check_together(from);
+  if (!whole.ok() && newest) return absl::Status(whole.code(), absl::StrCat(whole.message(), way_out(steps)));
+  PARVL_RETURN_IF_ERROR(whole);
+  Json identity = identity_;
+  // A path is a branch of that checkpoint's run, with steps of its own from there on; where that run once started does
+  // not matter.
+  if (!newest) identity.erase(kStartingWeights);
+  PARVL_ASSIGN_OR_RETURN(const int64_t run, load_checkpoint(from, {model_.get(), optimizer_.get(), identity}));
+  if (newest) {
+    run_ = run;
     saved_step_ = optimizer_->steps_done();
-  } else {
-    // A branch of that checkpoint's run, with steps of its own from there on; where that run once started does not
-    // matter.
-    Json identity = identity_;
-    identity.erase(kStartingWeights);
-    PARVL_RETURN_IF_ERROR(load_checkpoint(from, {model_.get(), optimizer_.get(), identity}).status());
   }
   output_->line(absl::StrCat("resumed from ", from, " after step ", optimizer_->steps_done()));
   output_->record({{"event", "resumed"}, {"step", optimizer_->steps_done()}, {"path", from}});

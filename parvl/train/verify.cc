@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "parvl/comm/replicas.h"
+#include "parvl/nn/tensor_buffer.h"
+
 namespace parvl {
 namespace {
 
@@ -47,6 +50,27 @@ double relative(double got, double want) { return std::abs(got - want) / std::ma
 
 }  // namespace
 
+absl::Status expect_equal_values(const Trainer& trainer) {
+  const RunRanks& ranks = trainer.ranks();
+  absl::Status status;  // after an error the rest is called all the same, so that nobody waits
+  const auto check = [&](ProcessGroup* group, const std::function<bool(const Param&)>& alike) {
+    if (group == nullptr) return;
+    std::vector<NamedBuffer> buffers;
+    for (const Param* param : trainer.model().params().owned()) {
+      if (alike(*param)) buffers.push_back({param->name, buffer_of(param->value)});
+    }
+    status.Update(expect_equal_replicas(buffers, *group));
+  };
+  for (const Module module : {Module::kVisionEncoder, Module::kProjector, Module::kBackbone}) {
+    const auto of_module = [&](const Param& param) { return param.module == module; };
+    check(ranks.data(module), of_module);
+    const auto whole = [&](const Param& param) { return of_module(param) && param.part.count == 1; };
+    check(ranks.tensor(module), whole);
+  }
+  check(ranks.tied(), [&](const Param& param) { return ranks.on_two_stages(param); });
+  return ranks.agree(status);
+}
+
 absl::StatusOr<VerifyRun> run_steps(const Recipe& recipe, const TrainerEnvironment& environment, int64_t steps) {
   Recipe here = recipe;
   here.train.steps = steps;
@@ -69,6 +93,7 @@ absl::StatusOr<VerifyRun> run_steps(const Recipe& recipe, const TrainerEnvironme
       PARVL_RETURN_IF_ERROR(trainer->update(result));
       out.losses.push_back(result.loss);
     }
+    out.replicas = expect_equal_values(*trainer);
     out.weights = copies(*trainer, &Param::value, *parse_dtype(here.train.dtype));
     return absl::OkStatus();
   }));

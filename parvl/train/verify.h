@@ -14,7 +14,13 @@ struct VerifyRun {
   std::map<std::string, at::Tensor> gradients;  // of it, by the parameters' global names
   std::vector<double> losses;                   // of each step
   std::map<std::string, at::Tensor> weights;    // after the steps
+  absl::Status replicas;                        // whether the ranks then held the same values: expect_equal_values
 };
+
+// OK when the values that several ranks hold are the same bits on all of them: a module's on ranks with other samples,
+// what is whole on tensor ranks, a tied embedding on two stages. Else Internal on all of these, naming the parameter
+// and the ranks of the group that differ. All ranks call it; the values are in host memory.
+absl::Status expect_equal_values(const Trainer& trainer);
 
 // Trains `steps` steps of the recipe from its start, in memory; all ranks of the layout call it, and each gets the
 // whole result. `recipe.train.dtype` as the caller wants it; nothing is saved or resumed.

@@ -17,7 +17,8 @@ class Checkpoints(TrainCase):
                 self.with_fault(fault, "train.steps=3", "train.checkpoint_every=1", code=-9)
                 self.assert_whole(self.out / "step-1")
                 if fault.startswith("kill:"):
-                    self.assertLessEqual(set(self.names()), {"step-1", ".step-2.tmp"})
+                    self.assertLessEqual({name.split("-")[0] for name in self.names() if name != "step-1"}, {".step"})
+                    self.assertLessEqual(len(self.names()), 2)
                 else:
                     self.assertEqual(self.names(), ["step-1", "step-2"])
                     self.assert_whole(self.out / "step-2")

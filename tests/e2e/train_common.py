@@ -121,6 +121,17 @@ train: {{steps: 6, log_every: 1, out: out, device: cpu}}
         rest, errors = process.communicate(timeout=120)
         return Run(subprocess.CompletedProcess(process.args, process.returncode, out + rest, errors))
 
+    def rank_pid(self, launcher, rank):
+        """The process of a rank of a running `parvl launch`."""
+        for entry in os.listdir("/proc"):
+            try:
+                with open(f"/proc/{entry}/stat") as stat, open(f"/proc/{entry}/environ") as environment:
+                    if int(stat.read().rsplit(")", 1)[1].split()[1]) == launcher and f"\0RANK={rank}\0" in environment.read():
+                        return int(entry)
+            except (OSError, IndexError, ValueError):
+                continue
+        self.fail(f"rank {rank} is not running")
+
     def refused(self, *settings, **kwargs):
         """The sentence of a run that is refused with exit 2, before any step."""
         run = self.train(*settings, code=2, **kwargs)
@@ -134,18 +145,39 @@ train: {{steps: 6, log_every: 1, out: out, device: cpu}}
         self.assertEqual(sum(line.startswith("parvl: ") for line in run.stderr.splitlines()), 1, run.stderr)
 
     def assert_whole(self, checkpoint):
-        """Every file is there with its hash, reckoned here and not by the program."""
-        manifest = json.loads((checkpoint / "trainer" / "manifest.json").read_text())["files"]
+        """Every file is there with its hash or its tensors' hashes, reckoned here and not by the program."""
+        content = json.loads((checkpoint / "trainer" / "manifest.json").read_text())["content"]
+        tensor_files = dict(content["weights"])
+        for name in content["files"]:
+            if name.startswith("trainer/state-"):
+                shard = json.loads((checkpoint / name).read_text())
+                if shard["file"]["tensors"]:
+                    tensor_files[name.replace(".json", ".safetensors")] = shard["file"]
         found = {str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()} - {"trainer/manifest.json"}
-        self.assertEqual(found, set(manifest))
-        for name, digest in manifest.items():
+        self.assertEqual(found, set(content["files"]) | set(tensor_files))
+        for name, digest in content["files"].items():
             self.assertEqual(hashlib.sha256((checkpoint / name).read_bytes()).hexdigest(), digest, name)
-        for needed in ("config.json", "model.safetensors", "tokenizer.json", "trainer/state.json", "trainer/optimizer.safetensors"):
-            self.assertIn(needed, manifest)
+        for name, hashes in tensor_files.items():
+            self.assert_tensors(checkpoint / name, hashes)
+        for needed in ("config.json", "tokenizer.json", "trainer/state.json"):
+            self.assertIn(needed, content["files"])
+        self.assertIn("model.safetensors", tensor_files)
+
+    def assert_tensors(self, path, hashes):
+        data = path.read_bytes()
+        self.assertEqual(len(data), hashes["bytes"], path)
+        begin = 8 + int.from_bytes(data[:8], "little")
+        self.assertEqual(hashlib.sha256(data[:begin]).hexdigest(), hashes["header"], path)
+        for tensor in hashes["tensors"]:
+            first, last = json.loads(data[8:begin])[tensor["name"]]["data_offsets"]
+            self.assertEqual(hashlib.sha256(data[begin + first:begin + last]).hexdigest(), tensor["sha256"], tensor["name"])
 
     def same_state(self, a, b):
-        """The same weights and optimizer state to the bit."""
-        for name in ("model.safetensors", "trainer/optimizer.safetensors"):
+        """The same weights and optimizer state to the bit, written in one layout."""
+        names = sorted(str(p.relative_to(a)) for p in a.rglob("*.safetensors"))
+        self.assertGreater(len(names), 1)
+        self.assertEqual(names, sorted(str(p.relative_to(b)) for p in b.rglob("*.safetensors")))
+        for name in names:
             self.assertEqual((a / name).read_bytes(), (b / name).read_bytes(), name)
 
     def with_fault(self, fault, *settings, **kwargs):

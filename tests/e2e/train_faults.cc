@@ -3,11 +3,13 @@
 // in order.
 //
 // FAULT=kill:N      the process dies without warning at moment N; a write writes half of its bytes first
+// FAULT=stop:N      the process stops at moment N, as by SIGSTOP
 // FAULT=full:N      from moment N on the disk is full: nothing can be made or written
 // FAULT=slow:MS     every sync takes MS milliseconds
 // FAULT=noexchange:0   renameat2 is not there, as on network file systems
 // FAULT=killexchange:N as noexchange, and dies after the N-th rename of a directory
-// FAULT_COUNT=FILE  writes the number of moments to FILE at the end
+// FAULT_RANK=R      only in rank R of a launched run, and only until the run is started again
+// FAULT_COUNT=FILE  writes the number of moments to FILE at the end; of rank R of a launched run to FILE.R
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -25,7 +27,12 @@
 namespace {
 
 const char* setting(const char* name) { return std::getenv(name) != nullptr ? std::getenv(name) : ""; }
-const std::string kFault = setting("FAULT");
+// Not for another rank's process, nor for what starts the ranks, nor after a restart.
+bool is_meant() {
+  const std::string rank = setting("FAULT_RANK"), attempt = setting("TORCHELASTIC_RESTART_COUNT");
+  return rank.empty() || (rank == setting("RANK") && attempt == "0");
+}
+const std::string kFault = is_meant() ? setting("FAULT") : "";
 const std::string kKind = kFault.substr(0, kFault.find(':'));
 const long kAt = kFault.find(':') == std::string::npos ? 0 : std::atol(kFault.c_str() + kFault.find(':') + 1);
 long g_moments = 0, g_renames = 0;
@@ -48,6 +55,7 @@ F* next(const char* name) {
 bool moment(bool needs_space) {
   ++g_moments;
   if (kKind == "kill" && g_moments == kAt) die();
+  if (kKind == "stop" && g_moments == kAt) ::kill(::getpid(), SIGSTOP);
   if (kKind == "full" && g_moments >= kAt && needs_space) {
     errno = ENOSPC;
     return true;
@@ -63,7 +71,8 @@ int opened(const char* path, int flags, int fd) {
 struct Report {
   ~Report() {
     if (*setting("FAULT_COUNT") == '\0') return;
-    if (FILE* file = std::fopen(setting("FAULT_COUNT"), "w")) {
+    const std::string rank = setting("RANK");
+    if (FILE* file = std::fopen((setting("FAULT_COUNT") + (rank.empty() ? "" : "." + rank)).c_str(), "w")) {
       std::fprintf(file, "%ld\n", g_moments);
       std::fclose(file);
     }

@@ -106,16 +106,6 @@ class Parallel(TrainCase):
             self.assertIn(f"the last calls of rank {waits} in group world:", errors)
             self.assertIn(f"rank {waits} ended with exit code 1", errors)
 
-    def rank_pid(self, launcher, rank):
-        for entry in os.listdir("/proc"):
-            try:
-                with open(f"/proc/{entry}/stat") as stat, open(f"/proc/{entry}/environ") as environment:
-                    if int(stat.read().rsplit(")", 1)[1].split()[1]) == launcher and f"\0RANK={rank}\0" in environment.read():
-                        return int(entry)
-            except (OSError, IndexError, ValueError):
-                continue
-        self.fail(f"rank {rank} is not running")
-
     def test_what_does_not_fit_is_refused(self):
         run = self.launch("parallel.llm_backbone.dp=4", "data.micro_batch=1", code=2)
         self.assertIn("the recipe's layout has 4 ranks, but 2 processes were started; start 4", run.stderr)

@@ -9,15 +9,17 @@
 
 namespace parvl {
 
-// Bytes that were allocated while it is installed and are not freed yet, and the largest tensor. Outlives all of them.
+// Bytes that were allocated while it is installed and are not freed yet, of all threads and of those that a thread
+// allocated, and the largest tensor. Outlives all of them.
 class CountingAllocator : public c10::Allocator {
  public:
   at::DataPtr allocate(size_t bytes) override {
     const auto size = static_cast<int64_t>(bytes);
     // Its size and owner stand before it; kernels want it aligned.
     auto* head = static_cast<Head*>(std::aligned_alloc(kAlign, (bytes + 2 * kAlign - 1) / kAlign * kAlign));
-    *head = {this, size};
+    *head = {this, size, t_mine};
     live_ += size;
+    if (t_mine != nullptr) *t_mine += size;
     int64_t largest = largest_;
     while (largest < size && !largest_.compare_exchange_weak(largest, size)) {
     }
@@ -27,6 +29,8 @@ class CountingAllocator : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &CountingAllocator::release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   int64_t live() const { return live_; }
+  // What this thread allocates is counted in `mine` too, whoever frees it; null: no longer. It outlives the tensors.
+  static void count_mine(std::atomic<int64_t>* mine) { t_mine = mine; }
   int64_t take_largest() { return largest_.exchange(0); }
 
  private:
@@ -34,13 +38,16 @@ class CountingAllocator : public c10::Allocator {
   struct Head {
     CountingAllocator* owner;
     int64_t bytes;
+    std::atomic<int64_t>* of_thread;
   };
   static void release(void* data) {
     if (data == nullptr) return;
     auto* const head = reinterpret_cast<Head*>(static_cast<char*>(data) - kAlign);
     head->owner->live_ -= head->bytes;
+    if (head->of_thread != nullptr) *head->of_thread -= head->bytes;
     std::free(head);
   }
+  static inline thread_local std::atomic<int64_t>* t_mine = nullptr;
   std::atomic<int64_t> live_ = 0, largest_ = 0;
 };
 

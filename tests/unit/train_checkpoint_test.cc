@@ -1,6 +1,7 @@
 // Checkpoints on disk: what is in them, damage of every kind to every file, leftovers, order.
 #include <algorithm>
 
+#include "parvl/train/checkpoint_manifest.h"
 #include "parvl/train/checkpointer.h"
 #include "train_fixture.h"
 
@@ -22,7 +23,7 @@ class CheckpointTest : public TrainFixture {
     for (const auto& entry : fs::recursive_directory_iterator(newest_)) {
       if (entry.is_regular_file()) files_.push_back(fs::relative(entry.path(), newest_).string());
     }
-    ASSERT_EQ(files_.size(), 10u) << ::testing::PrintToString(files_);
+    ASSERT_EQ(files_.size(), 11u) << ::testing::PrintToString(files_);
     recipe_.train.steps = 3;
   }
   std::string content(const fs::path& path) { return *read_file(path.string()); }
@@ -101,44 +102,74 @@ TEST_F(CheckpointTest, WithoutAWholeOneTheMessageSaysSo) {
   EXPECT_THAT(std::string(run().message()), HasSubstr("config.json"));
 }
 
-TEST_F(CheckpointTest, OtherFormatsAndHostileManifestsAreRefused) {
-  // A whole checkpoint whose own files say something else: the hashes are made right again.
-  const auto rewrite = [&](const std::string& file, const std::string& text) {
-    fs::create_directories((newest_ / file).parent_path());
-    write(newest_ / file, text);
-    Json manifest = *read_json_file((newest_ / "trainer/manifest.json").string());
-    manifest["files"][file] = sha256_hex(text);
-    manifest["sha256"] = sha256_hex(manifest["files"].dump());
-    write(newest_ / "trainer/manifest.json", manifest.dump());
-  };
-  Json state = *read_json_file((newest_ / "trainer/state.json").string());
-  state["format"] = 2;
-  rewrite("trainer/state.json", state.dump());
-  EXPECT_THAT(std::string(run().message()), HasSubstr("has the format 2; this program reads format 1"));
-  state["format"] = 1;
-  for (const auto& [step, updates] : std::vector<std::pair<Json, Json>>{{-1, 0}, {2, 3}, {"2", 2}, {2, nullptr}}) {
-    state["step"] = step;
-    state["updates"] = updates;
-    rewrite("trainer/state.json", state.dump());
-    EXPECT_EQ(exit_code(run()), 2) << state.dump();
+// Whole checkpoints whose own files say something else: the hashes are made right again.
+class RewrittenTest : public CheckpointTest {
+ protected:
+  void SetUp() override {
+    CheckpointTest::SetUp();
+    manifest_ = *read_json_file((newest_ / kManifestFile).string());
   }
-  state["step"] = state["updates"] = 2;
-  rewrite("trainer/state.json", state.dump());
-  const std::string optimizer = content(newest_ / "trainer/optimizer.safetensors");
-  std::string renamed = optimizer;
-  renamed.replace(renamed.find("moment1"), 7, "nomentx");
-  rewrite("trainer/optimizer.safetensors", renamed);
-  EXPECT_THAT(std::string(run().message()), HasSubstr("optimizer.safetensors lacks"));
-  rewrite("trainer/optimizer.safetensors", optimizer);
-  Json manifest = *read_json_file((newest_ / "trainer/manifest.json").string());
-  manifest["files"]["../../data.jsonl"] = std::string(64, '0');
-  manifest["sha256"] = sha256_hex(manifest["files"].dump());
-  write(newest_ / "trainer/manifest.json", manifest.dump());
+  void rewrite_manifest(const std::function<void(Json& content)>& change) {
+    change(manifest_["content"]);
+    manifest_["sha256"] = sha256_hex(manifest_["content"].dump());
+    write(newest_ / kManifestFile, manifest_.dump());
+  }
+  void rewrite(const std::string& file, const std::string& text) {
+    write(newest_ / file, text);
+    rewrite_manifest([&](Json& content) { content["files"][file] = sha256_hex(text); });
+  }
+  Json manifest_;
+};
+
+TEST_F(RewrittenTest, UnsoundStepsAreRefused) {
+  const Json state = *read_json_file((newest_ / kStateFile).string());
+  for (const auto& [step, updates] : std::vector<std::pair<Json, Json>>{{-1, 0}, {2, 3}, {"2", 2}, {2, nullptr}}) {
+    Json bad = state;
+    bad["step"] = step;
+    bad["updates"] = updates;
+    rewrite(kStateFile, bad.dump());
+    EXPECT_EQ(exit_code(run()), 2) << bad.dump();
+  }
+  rewrite(kStateFile, state.dump());
+  EXPECT_TRUE(run().ok());
+}
+
+TEST_F(RewrittenTest, AnotherOptimizersStateIsRefused) {
+  const std::string file = "trainer/state-0-of-1.json";
+  const Json shard = *read_json_file((newest_ / file).string());
+  Json bad = shard;  // a value less of the first tensor
+  bad["slices"][0]["slice"][4] = bad["slices"][0]["slice"][4].get<int64_t>() - 1;
+  rewrite(file, bad.dump());
+  EXPECT_THAT(std::string(run().message()), HasSubstr("is not as long as its slice"));
+  bad = shard;
+  bad["slices"][0]["numel"] = 2 * bad["slices"][0]["numel"].get<int64_t>();
+  rewrite(file, bad.dump());
+  EXPECT_EQ(exit_code(run()), 2);
+  bad = shard;
+  bad["slices"].erase(0);
+  rewrite(file, bad.dump());
+  EXPECT_THAT(std::string(run().message()), HasSubstr("not one slice a tensor"));
+  rewrite(file, "[]");
+  EXPECT_EQ(exit_code(run()), 2);
+  rewrite_manifest([&](Json& content) { content["files"].erase(file); });
+  EXPECT_THAT(std::string(run().message()), HasSubstr("it lacks 'vision_encoder."));
+}
+
+TEST_F(RewrittenTest, OtherFormatsAndFilesOutsideAreRefused) {
+  rewrite_manifest([](Json& content) { content["format"] = 3; });
+  EXPECT_THAT(std::string(run().message()), HasSubstr("has the format 3; this program reads format 2"));
+  rewrite_manifest([](Json& content) {
+    content["format"] = 2;
+    content["files"]["../../data.jsonl"] = std::string(64, '0');
+  });
   EXPECT_THAT(std::string(run().message()), HasSubstr("names a file outside the checkpoint"));
+  const Json files = {{"config.json", std::string(64, '0')}};  // as before there were parts of the state
+  write(newest_ / kManifestFile, Json{{"files", files}, {"sha256", sha256_hex(files.dump())}}.dump());
+  EXPECT_THAT(std::string(run().message()), HasSubstr("was written by an earlier version of this program"));
 }
 
 TEST_F(CheckpointTest, SixteenBitCheckpointsKeepTheMasters) {
-  const std::string header = content(newest_ / "trainer/optimizer.safetensors").substr(0, 20000);
+  const std::string header = content(newest_ / "trainer/state-0-of-1.safetensors").substr(0, 20000);
   EXPECT_THAT(header, HasSubstr("llm_backbone.norm.weight.master"));
   const Json config = *read_json_file((newest_ / "config.json").string());
   EXPECT_EQ(config["torch_dtype"], "bfloat16");

@@ -1,4 +1,5 @@
 // The formulas of plan/cost and train/layout against what ranks really hold, keep and call.
+#include <array>
 #include <atomic>
 
 #include "comm_counting.h"
@@ -66,11 +67,14 @@ class FormulasTest : public TrainFixture {
     for (const absl::Status& status : statuses) ASSERT_TRUE(status.ok()) << status;
   }
 
-  void write_long_answers() {
+  // All samples alike.
+  void write_long_answers(bool images = false) {
     std::string answer;
     for (int i = 0; i < 40; ++i) answer += "a red rectangle, a circle. ";
     std::ofstream data(folder_ / "data.jsonl");
-    const Json messages = {{{"role", "user"}, {"content", "what?"}}, {{"role", "assistant"}, {"content", answer}}};
+    Json content = {{{"type", "text"}, {"text", "what?"}}};
+    if (images) content.push_back({{"type", "image"}, {"image", "0.png"}});
+    const Json messages = {{{"role", "user"}, {"content", content}}, {{"role", "assistant"}, {"content", answer}}};
     for (int i = 0; i < kSamples; ++i) data << Json{{"messages", messages}}.dump() << "\n";
   }
 
@@ -292,6 +296,79 @@ TEST_F(FormulasTest, KeptActivations) {
       }
       EXPECT_NEAR(static_cast<double>(after - before) / static_cast<double>(want), 1, 0.05)
           << after - before << " kept, " << want << " by formula";
+    }
+  }
+}
+
+// The real clock; each time that it is asked by a rank's thread it looks at what that rank's tensors take. The pipeline
+// asks at each action's beginning and end.
+class LookingClock : public Clock {
+ public:
+  struct Rank {
+    std::atomic<int64_t> live = 0;
+    int64_t most = 0;
+  };
+  int64_t now_ns() const override {
+    if (t_rank != nullptr) t_rank->most = std::max<int64_t>(t_rank->most, t_rank->live);
+    return real_.now_ns();
+  }
+  int64_t wall_ns() const override { return real_.wall_ns(); }
+  static void look_at(Rank* rank) {
+    CountingAllocator::count_mine(rank == nullptr ? nullptr : &rank->live);
+    t_rank = rank;
+  }
+
+ private:
+  static inline thread_local Rank* t_rank = nullptr;
+  RealClock real_;
+};
+
+// The most that each stage's rank keeps between two actions of a step.
+TEST_F(FormulasTest, KeptActivationsOfStages) {
+  static CountingAllocator allocator;
+  static std::array<LookingClock::Rank, 4> counts;
+  const LookingClock clock;
+  set_config({{"num_hidden_layers", 6}});
+  recipe_.data.micro_batch = 1;
+  recipe_.train.dtype = "float32";
+  for (const bool images : {false, true}) {
+    write_long_answers(images);
+    for (const auto& [tp, pp] : {std::pair(1, 2), std::pair(1, 3), std::pair(2, 2)}) {
+      recipe_.parallel = parallel_of({.tp = tp, .pp = pp});
+      const Layout layout = *Layout::create(spec(), recipe_);
+      std::vector<StepMicrobatch> all;
+      std::vector<int64_t> kept(static_cast<size_t>(layout.mesh().world));
+      c10::SetCPUAllocator(&allocator, /*priority=*/100);
+      on_ranks([&](Trainer& trainer, CountingCommunicator&) {
+        const auto rank = static_cast<size_t>(trainer.ranks().rank());
+        const auto loader = trainer.make_loader();
+        const GlobalBatch batch = *loader->next();
+        if (rank == 0) all = microbatches(layout, batch);
+        std::vector<ActionRecord> records;
+        PipelineOptions options;
+        options.clock = &clock;
+        options.record = &records;
+        for (size_t i = 0; i < batch.samples.size(); ++i) {
+          options.grids.emplace_back();
+          for (const ImageSpan& image : to_sequence(batch.samples[i]).images)
+            options.grids.back().push_back(image.grid);
+        }
+        options.sequences = [&](int64_t i) {
+          return to_sequences(batch.samples, static_cast<size_t>(i), static_cast<size_t>(i) + 1);
+        };
+        counts[rank].live = counts[rank].most = 0;
+        LookingClock::look_at(&counts[rank]);
+        run_pipeline(trainer.model(), trainer.ranks(), at::kCPU, options);
+        LookingClock::look_at(nullptr);
+        kept[rank] = counts[rank].most;
+      });
+      c10::SetCPUAllocator(c10::GetDefaultCPUAllocator(), /*priority=*/100);
+      for (size_t rank = 0; rank < kept.size(); ++rank) {
+        const int64_t want = layout.bytes(static_cast<int64_t>(rank), {all})->activations;
+        EXPECT_NEAR(static_cast<double>(kept[rank]) / static_cast<double>(want), 1, 0.1)
+            << "tp " << tp << " pp " << pp << (images ? " images" : "") << " rank " << rank << ": " << kept[rank]
+            << " kept, " << want << " by formula";
+      }
     }
   }
 }

@@ -197,6 +197,7 @@ std::string violation(const std::vector<absl::StatusOr<VerifyRun>>& runs, const 
     for (const auto& [name, tensor] : run->weights) {
       if (!tensor.equal(runs[0]->weights.at(name))) return name + " differs between ranks";
     }
+    if (!run->replicas.ok()) return run->replicas.ToString();
   }
   return "";
 }

@@ -38,6 +38,7 @@ class ParallelTrainTest : public TrainFixture {
       env.stop_requested = {};
     }
     env.communicator = &communicator;
+    env.checks.full = full_checks_;
     return env;
   }
 
@@ -76,6 +77,7 @@ class ParallelTrainTest : public TrainFixture {
     return out;
   }
 
+  bool full_checks_ = false;
   // The largest difference over the largest value of each tensor.
   static double error(const std::map<std::string, at::Tensor>& got, const std::map<std::string, at::Tensor>& want) {
     double out = got.size() == want.size() ? 0 : 1;
@@ -272,6 +274,55 @@ TEST_F(ParallelTrainTest, VerifyFindsEqualGradientsAndSeesUnequalOnes) {
     wrong.gradients.erase(name);
     EXPECT_EQ(compare(wrong, want).max_relative_error, 1);
   }
+}
+
+// What verify looks at beside the numbers: a value that is another on one of the ranks that share it.
+TEST_F(ParallelTrainTest, UnequalReplicasAreNamed) {
+  struct Row {
+    ModuleLayout llm;
+    std::string spoiled, says;
+  };
+  const std::vector<Row> rows = {
+      {{.dp = 4}, "llm_backbone.norm.weight", "'llm_backbone.norm.weight' is another on rank 1"},
+      {{.tp = 2}, "llm_backbone.norm.weight", "'llm_backbone.norm.weight' is another on rank 1"},
+      {{.pp = 2}, "llm_backbone.embed.weight", "'llm_backbone.embed.weight' is another on rank 1"},
+      {{.dp = 2, .tp = 2}, "llm_backbone.layers.0.attn.q.weight", "is another on rank 1; 1 of "}};
+  for (const Row& row : rows) {
+    recipe_.parallel.llm = row.llm;
+    const int64_t world = row.llm.product();
+    std::vector<absl::Status> before(static_cast<size_t>(world)), after(before);
+    run_local_world(world, {}, [&](Communicator& communicator) {
+      const auto rank = static_cast<size_t>(communicator.rank());
+      const auto trainer = Trainer::create(recipe_, rank_environment(communicator));
+      before[rank] = trainer.status();
+      if (!trainer.ok()) return;
+      before[rank] = expect_equal_values(**trainer);
+      // Rank 1 of the group: with dp and tp the last of the four.
+      if (communicator.rank() == (world == 4 && row.llm.tp == 2 ? 3 : 1)) {
+        const at::Tensor value = (*trainer)->model().params().find(row.spoiled)->value;
+        value.view(-1)[0].add_(1e-9);
+      }
+      after[rank] = expect_equal_values(**trainer);
+    });
+    int named = 0;
+    for (size_t rank = 0; rank < after.size(); ++rank) {
+      EXPECT_TRUE(before[rank].ok()) << before[rank];
+      ASSERT_FALSE(after[rank].ok());
+      named += absl::StrContains(after[rank].message(), row.says) ? 1 : 0;
+    }
+    EXPECT_GE(named, 2) << row.spoiled;  // all of the group; others hear of it
+  }
+}
+
+// Every call is compared before its result is used; nothing else changes.
+TEST_F(ParallelTrainTest, FullChecksChangeNoResult) {
+  recipe_.train.steps = 2;
+  const Outcome want = train_afresh(2, 1, 2, 2);
+  full_checks_ = true;
+  const Outcome got = train_afresh(2, 1, 2, 2);
+  EXPECT_EQ(got.losses, want.losses);
+  ASSERT_EQ(got.losses.size(), 2u);
+  EXPECT_EQ(error(got.values[7], want.values[0]), 0);
 }
 
 // Ranks that were started with unlike recipes would learn nonsense, or wait for each other.

@@ -26,7 +26,7 @@ class TrainerTest : public TrainFixture {
     return *sha256_file((folder_ / "out" / absl::StrCat("step-", step) / "model.safetensors").string());
   }
   std::string moments(int step) {
-    return *sha256_file((folder_ / "out" / absl::StrCat("step-", step) / "trainer/optimizer.safetensors").string());
+    return *sha256_file((folder_ / "out" / absl::StrCat("step-", step) / "trainer/state-0-of-1.safetensors").string());
   }
   std::string refused() {
     const absl::Status status = run();

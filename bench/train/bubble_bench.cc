@@ -1,0 +1,264 @@
+// How far a pipeline's steps are from what its schedule predicts: the stages' ranks are threads of this process, on a
+// core each. A step is repeated; from the medians of what each action took by itself plan/pipeline/execution.h predicts
+// when each ends, which is compared with the makespans and bubbles that were measured.
+//
+//   OMP_NUM_THREADS=1 build/bench/bubble_bench [ROUNDS]     in the checkout, on a machine with 4 quiet cores
+//
+// Ends with 1 when a makespan or bubble is off by more than 10 %.
+#include <ATen/Parallel.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <thread>
+
+#include "parvl/base/check.h"
+#include "parvl/base/file.h"
+#include "parvl/comm/local/local_group.h"
+#include "parvl/media/image.h"
+#include "parvl/plan/pipeline/execution.h"
+#include "parvl/train/trainer.h"
+
+namespace parvl {
+namespace {
+
+constexpr char kStart[] = "examples/easy_vqa/start";
+constexpr double kBound = 0.10;
+constexpr int kWarmUps = 2, kLayers = 12, kMicroBatches = 12;
+const RealClock kClock;
+
+struct Case {
+  const char* name;
+  std::vector<int64_t> stages;  // layers of each
+  bool ragged = false, images = false;
+};
+
+const std::vector<Case> kCases = {
+    {"pp 2, even", {6, 6}},
+    {"pp 2, ragged", {6, 6}, true},
+    {"pp 2, uneven, ragged", {8, 4}, true},
+    {"pp 3, ragged", {4, 4, 4}, true},
+    {"pp 3, uneven, ragged", {2, 6, 4}, true},
+    {"pp 4, even", {3, 3, 3, 3}},
+    {"pp 4, ragged", {3, 3, 3, 3}, true},
+    {"pp 4, uneven, ragged", {1, 5, 4, 2}, true},
+    {"pp 2, ragged, images", {6, 6}, true, true},
+    {"pp 4, ragged, images", {3, 3, 3, 3}, true, true},
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+Json model_config() {
+  absl::StatusOr<Json> config = read_json_file(std::string(kStart) + "/config.json");
+  PARVL_CHECK(config.ok(), "run it in the checkout: examples/easy_vqa/start/config.json must be there");
+  config->update({{"hidden_size", 256},
+                  {"intermediate_size", 1024},
+                  {"num_hidden_layers", kLayers},
+                  {"num_attention_heads", 4},
+                  {"num_key_value_heads", 2},
+                  {"max_position_embeddings", 4096}});
+  (*config)["rope_scaling"]["mrope_section"] = {8, 12, 12};
+  (*config)["vision_config"].update(
+      {{"depth", 4}, {"embed_dim", 128}, {"hidden_size", 256}, {"num_heads", 4}, {"mlp_ratio", 4}});
+  return *config;
+}
+
+void write(const std::string& path, const std::string& text) {
+  PARVL_CHECK(write_file_atomically(path, text).ok(), "cannot write to the scratch folder");
+}
+
+// One sample a micro batch; a ragged one has a fifth to twice the words of an even one.
+void write_data(const std::string& folder, const Case& c) {
+  std::string lines;
+  for (int i = 0; i < kMicroBatches; ++i) {
+    Json content = Json::array();
+    if (c.images && i % 3 != 0) {
+      Image image{112 + 56 * (i % 4), 140, {}};
+      image.rgb.assign(static_cast<size_t>(image.width * image.height * 3), static_cast<uint8_t>(i * 20));
+      const std::string name = absl::StrCat(i, ".png");
+      write(folder + "/" + name, encode_png(image));
+      content.push_back({{"type", "image"}, {"image", name}});
+    }
+    std::string text = "what";
+    for (int words = c.ragged ? 20 + i * 7 % kMicroBatches * 16 : 100; words > 0; --words) text += " red";
+    content.push_back({{"type", "text"}, {"text", text}});
+    const Json messages = {{{"role", "user"}, {"content", content}},
+                           {{"role", "assistant"}, {"content", "a red circle and a blue square"}}};
+    absl::StrAppend(&lines, Json{{"messages", messages}}.dump(), "\n");
+  }
+  write(folder + "/data.jsonl", lines);
+}
+
+Recipe recipe_of(const std::string& folder, const Case& c) {
+  Recipe out;
+  out.config = folder + "/config.json";
+  out.tokenizer = kStart;
+  out.data.train = folder + "/data.jsonl";
+  out.data.micro_batch = 1;
+  out.data.global_batch = kMicroBatches;
+  out.train.steps = 1;
+  out.train.device = "cpu";
+  out.train.out = folder + "/out";
+  out.parallel.llm.pp = static_cast<int64_t>(c.stages.size());
+  out.parallel.llm.stages = c.stages;
+  return out;
+}
+
+// On a core of its own where there are enough; its matrix products use no other.
+void settle(int64_t rank) {
+  at::set_num_threads(1);
+  if (std::thread::hardware_concurrency() < kCases.back().stages.size()) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<size_t>(rank), &cores);
+  ::pthread_setaffinity_np(::pthread_self(), sizeof cores, &cores);
+}
+
+using Steps = std::vector<std::vector<std::vector<ActionRecord>>>;  // by round, rank, action
+
+Steps measure(const Case& c, const std::string& folder, int rounds) {
+  const Recipe recipe = recipe_of(folder, c);
+  const auto world = static_cast<int64_t>(c.stages.size());
+  std::vector<std::vector<ActionRecord>> records(c.stages.size());
+  Steps out(static_cast<size_t>(rounds), records);
+  run_local_world(world, {}, [&](Communicator& communicator) {
+    const auto rank = static_cast<size_t>(communicator.rank());
+    settle(communicator.rank());
+    TrainerEnvironment env;
+    env.clock = &kClock;
+    env.base_dir = folder;
+    env.write = [](std::string_view) {};
+    env.communicator = &communicator;
+    env.loader_threads = 1;
+    env.actions = &records[rank];
+    const auto trainer = Trainer::create(recipe, env);
+    PARVL_CHECK(trainer.ok(), std::string(trainer.status().message()).c_str());
+    const GlobalBatch batch = *(*trainer)->make_loader()->next();
+    for (int round = -kWarmUps; round < rounds; ++round) {
+      records[rank].clear();
+      PARVL_CHECK((*trainer)->compute_gradients(batch).ok(), "a step failed");
+      if (round >= 0) out[static_cast<size_t>(round)][rank] = records[rank];
+    }
+  });
+  return out;
+}
+
+bool computes(const Action& action) { return !action.is_message() && !action.is_collective(); }
+
+// The schedule that the ranks carried out, as they recorded it.
+PipelineSchedule schedule_of(const std::vector<std::vector<ActionRecord>>& step, bool images) {
+  PipelineSchedule out;
+  out.shape.stages = static_cast<int64_t>(step.size());
+  for (size_t rank = 0; rank < step.size(); ++rank) {
+    const auto stage = static_cast<int64_t>(rank);
+    out.ranks.push_back({0, stage, images ? stage : -1, 0, 0, {}});
+    for (const ActionRecord& record : step[rank]) out.ranks.back().actions.push_back(record.action);
+  }
+  return out;
+}
+
+// What an action took once all who take part in it were there.
+double own_seconds(const PipelineSchedule& schedule, const std::vector<std::vector<ActionRecord>>& step, size_t rank,
+                   size_t index) {
+  const ActionRecord& record = step[rank][index];
+  if (computes(record.action)) return record.end - record.begin;
+  if (record.action.kind == ActionKind::kReceive) return 0;
+  const auto find = [&](int64_t other, auto same) -> const ActionRecord& {
+    const auto& records = step[static_cast<size_t>(other)];
+    return *std::find_if(records.begin(), records.end(), same);
+  };
+  if (record.action.kind == ActionKind::kSend) {
+    const ActionRecord& received = find(record.action.peer, [&](const ActionRecord& other) {
+      return other.action.kind == ActionKind::kReceive && other.action.microbatch == record.action.microbatch &&
+             other.action.payload == record.action.payload && other.action.peer == static_cast<int64_t>(rank);
+    });
+    return std::max(0.0, received.end - std::max(record.end, received.begin));
+  }
+  double all_there = 0;
+  for (const int64_t member : schedule.members(static_cast<int64_t>(rank), record.action)) {
+    const ActionRecord& theirs = find(member, [&](const ActionRecord& other) {
+      return other.action.kind == record.action.kind && other.action.microbatch == record.action.microbatch &&
+             other.action.payload == record.action.payload;
+    });
+    all_there = std::max(all_there, theirs.begin);
+  }
+  return record.end - all_there;
+}
+
+struct Figures {
+  double makespan = 0, bubble = 0;
+};
+
+Figures measured(const std::vector<std::vector<ActionRecord>>& step) {
+  double begin = step[0][0].begin, end = begin, busy = 0;
+  for (const auto& records : step) {
+    for (const ActionRecord& record : records) {
+      begin = std::min(begin, record.begin);
+      end = std::max(end, record.end);
+      if (computes(record.action)) busy += record.end - record.begin;
+    }
+  }
+  return {end - begin, 1 - busy / ((end - begin) * static_cast<double>(step.size()))};
+}
+
+Figures predicted(const Steps& steps, bool images) {
+  const PipelineSchedule schedule = schedule_of(steps[0], images);
+  std::map<std::pair<int64_t, Action>, double> seconds;
+  for (size_t rank = 0; rank < steps[0].size(); ++rank) {
+    for (size_t i = 0; i < steps[0][rank].size(); ++i) {
+      std::vector<double> all;
+      for (const auto& step : steps) all.push_back(own_seconds(schedule, step, rank, i));
+      seconds[{static_cast<int64_t>(rank), steps[0][rank][i].action}] = median(all);
+    }
+  }
+  const absl::StatusOr<PipelineTimes> times = predict(schedule, [&](int64_t rank, const Action& action) {
+    return seconds.at({rank, action});
+  });
+  PARVL_CHECK(times.ok(), std::string(times.status().message()).c_str());
+  return {times->makespan, times->bubble_share()};
+}
+
+int run(int rounds) {
+  const std::string folder =
+      (std::filesystem::temp_directory_path() / absl::StrCat("parvl-bubble-", ::getpid())).string();
+  std::filesystem::create_directories(folder);
+  write(folder + "/config.json", model_config().dump());
+  std::printf("%u cores, medians of %d steps of %d micro batches\n", std::thread::hardware_concurrency(), rounds,
+              kMicroBatches);
+  std::printf("%-24s %12s %12s %7s %10s %10s %7s\n", "", "makespan, ms", "predicted", "ratio", "bubble, %", "predicted",
+              "ratio");
+  bool within = true;
+  for (const Case& c : kCases) {
+    std::filesystem::remove_all(folder + "/out");
+    write_data(folder, c);
+    const Steps steps = measure(c, folder, rounds);
+    std::vector<double> makespans, bubbles;
+    for (const auto& step : steps) {
+      const Figures of_step = measured(step);
+      makespans.push_back(of_step.makespan);
+      bubbles.push_back(of_step.bubble);
+    }
+    const Figures got = {median(makespans), median(bubbles)}, want = predicted(steps, c.images);
+    const double time = got.makespan / want.makespan, bubble = got.bubble / want.bubble;
+    within = within && std::abs(time - 1) <= kBound && std::abs(bubble - 1) <= kBound;
+    std::printf("%-24s %12.1f %12.1f %7.3f %10.1f %10.1f %7.3f\n", c.name, got.makespan * 1e3, want.makespan * 1e3,
+                time, got.bubble * 100, want.bubble * 100, bubble);
+    std::fflush(stdout);
+  }
+  std::filesystem::remove_all(folder);
+  std::printf("all within %.0f %%: %s\n", kBound * 100, within ? "yes" : "no");
+  return within ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace parvl
+
+int main(int argc, char** argv) { return parvl::run(argc > 1 ? std::max(1, std::atoi(argv[1])) : 15); }
