@@ -28,11 +28,13 @@ TensorSlice slice_of(const StatePiece& piece) {
 absl::StatusOr<StateShard> shard_from_json(const Json& json, const std::string& file) {
   StateShard out;
   out.file = file;
+  if (!json.is_object()) return invalid("not an object");
   PARVL_ASSIGN_OR_RETURN(out.dtype, json_value<std::string>(json, "dtype", ""));
   PARVL_ASSIGN_OR_RETURN(out.hashes, hashes_from_json(json.value("file", Json())));
   const Json slices = json.value("slices", Json());
   if (!slices.is_array() || slices.size() != out.hashes.tensors.size()) return invalid("not one slice a tensor");
   for (const Json& entry : slices) {
+    if (!entry.is_object()) return invalid("a slice that is no object");
     PARVL_ASSIGN_OR_RETURN(const int64_t numel, json_value<int64_t>(entry, "numel", 0));
     PARVL_ASSIGN_OR_RETURN(const TensorSlice slice, slice_from_json(entry.value("slice", Json()), numel));
     out.numels.push_back(numel);
