@@ -233,7 +233,8 @@ absl::Status Trainer::after_step(const StepResult& result, const std::vector<int
   report.memory_bytes = memory_in_use(device_);
   const double peak = peak_flops(device_, to_scalar_type(dtype_));
   if (peak > 0 && interval_seconds_ > 0) report.mfu = interval_flops_ / interval_seconds_ / peak;
-  PARVL_RETURN_IF_ERROR(output_->step(report, {{"tokens", result.tokens}, {"loss_tokens", result.targets}, {"samples", samples}}));
+  PARVL_RETURN_IF_ERROR(
+      output_->step(report, {{"tokens", result.tokens}, {"loss_tokens", result.targets}, {"samples", samples}}));
   if (output_->is_logged(report.step)) {
     interval_seconds_ = interval_flops_ = 0;
     interval_tokens_ = 0;
