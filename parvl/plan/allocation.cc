@@ -152,6 +152,10 @@ absl::Status read_modules(ConfigReader& root, Allocation& out) {
       PARVL_RETURN_IF_ERROR(read_module(name, modules.section(key), out));
     }
   }
+  const auto is_backbone = [](const ModuleSpec& module) { return module.module == ModuleName::kBackbone; };
+  if (std::none_of(out.modules.begin(), out.modules.end(), is_backbone)) {
+    modules.fail("llm_backbone", "lists no pool; give it one");
+  }
   PARVL_RETURN_IF_ERROR(modules.finish());
   return model.finish();
 }

@@ -169,6 +169,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{file(kPool, "llm_backbone: {pool: q}"), "a.yaml:3: 'model.modules.llm_backbone.pool'",
                 "no pool of cluster.gpu_pools (p)"},
         Refusal{file(kPool, "vision_encoder: {pool: p}"), "a.yaml:3: 'model.modules.llm_backbone'", "is missing"},
+        Refusal{file("", "llm_backbone: []"), "a.yaml:3: 'model.modules.llm_backbone'", "lists no pool"},
         Refusal{file(kPool, "llm_backbone: {pool: p, parallel: tensor}"),
                 "a.yaml:3: 'model.modules.llm_backbone.parallel'", "is tensor, which needs tp_size"},
         Refusal{file(kPool, "llm_backbone: {pool: p, parallel: tensor, tp_size: 5}"),
