@@ -7,7 +7,6 @@
 // Ends with 1 when a makespan or bubble is off by more than 10 %.
 #include <ATen/Parallel.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,17 +16,15 @@
 #include <map>
 #include <thread>
 
+#include "bench/train/bench_model.h"
 #include "parvl/base/check.h"
-#include "parvl/base/file.h"
 #include "parvl/comm/local/local_group.h"
-#include "parvl/media/image.h"
 #include "parvl/plan/pipeline/execution.h"
 #include "parvl/train/trainer.h"
 
 namespace parvl {
 namespace {
 
-constexpr char kStart[] = "examples/easy_vqa/start";
 constexpr double kBound = 0.10;
 constexpr int kWarmUps = 2, kLayers = 12, kMicroBatches = 12;
 const RealClock kClock;
@@ -56,57 +53,15 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-Json model_config() {
-  absl::StatusOr<Json> config = read_json_file(std::string(kStart) + "/config.json");
-  PARVL_CHECK(config.ok(), "run it in the checkout: examples/easy_vqa/start/config.json must be there");
-  config->update({{"hidden_size", 256},
-                  {"intermediate_size", 1024},
-                  {"num_hidden_layers", kLayers},
-                  {"num_attention_heads", 4},
-                  {"num_key_value_heads", 2},
-                  {"max_position_embeddings", 4096}});
-  (*config)["rope_scaling"]["mrope_section"] = {8, 12, 12};
-  (*config)["vision_config"].update(
-      {{"depth", 4}, {"embed_dim", 128}, {"hidden_size", 256}, {"num_heads", 4}, {"mlp_ratio", 4}});
-  return *config;
-}
-
-void write(const std::string& path, const std::string& text) {
-  PARVL_CHECK(write_file_atomically(path, text).ok(), "cannot write to the scratch folder");
-}
-
 // One sample a micro batch; a ragged one has a fifth to twice the words of an even one.
 void write_data(const std::string& folder, const Case& c) {
-  std::string lines;
-  for (int i = 0; i < kMicroBatches; ++i) {
-    Json content = Json::array();
-    if (c.images && i % 3 != 0) {
-      Image image{112 + 56 * (i % 4), 140, {}};
-      image.rgb.assign(static_cast<size_t>(image.width * image.height * 3), static_cast<uint8_t>(i * 20));
-      const std::string name = absl::StrCat(i, ".png");
-      write(folder + "/" + name, encode_png(image));
-      content.push_back({{"type", "image"}, {"image", name}});
-    }
-    std::string text = "what";
-    for (int words = c.ragged ? 20 + i * 7 % kMicroBatches * 16 : 100; words > 0; --words) text += " red";
-    content.push_back({{"type", "text"}, {"text", text}});
-    const Json messages = {{{"role", "user"}, {"content", content}},
-                           {{"role", "assistant"}, {"content", "a red circle and a blue square"}}};
-    absl::StrAppend(&lines, Json{{"messages", messages}}.dump(), "\n");
-  }
-  write(folder + "/data.jsonl", lines);
+  std::vector<int> words;
+  for (int i = 0; i < kMicroBatches; ++i) words.push_back(c.ragged ? 20 + i * 7 % kMicroBatches * 16 : 100);
+  write_bench_samples(folder, words, c.images);
 }
 
 Recipe recipe_of(const std::string& folder, const Case& c) {
-  Recipe out;
-  out.config = folder + "/config.json";
-  out.tokenizer = kStart;
-  out.data.train = folder + "/data.jsonl";
-  out.data.micro_batch = 1;
-  out.data.global_batch = kMicroBatches;
-  out.train.steps = 1;
-  out.train.device = "cpu";
-  out.train.out = folder + "/out";
+  Recipe out = bench_recipe(folder, /*micro_batch=*/1, kMicroBatches);
   out.parallel.llm.pp = static_cast<int64_t>(c.stages.size());
   out.parallel.llm.stages = c.stages;
   return out;
@@ -227,10 +182,8 @@ Figures predicted(const Steps& steps, bool images) {
 }
 
 int run(int rounds) {
-  const std::string folder =
-      (std::filesystem::temp_directory_path() / absl::StrCat("parvl-bubble-", ::getpid())).string();
-  std::filesystem::create_directories(folder);
-  write(folder + "/config.json", model_config().dump());
+  const std::string folder = make_bench_folder("bubble");
+  write_bench_config(folder, kLayers);
   std::printf("%u cores, medians of %d steps of %d micro batches\n", std::thread::hardware_concurrency(), rounds,
               kMicroBatches);
   std::printf("%-24s %12s %12s %7s %10s %10s %7s\n", "", "makespan, ms", "predicted", "ratio", "bubble, %", "predicted",

@@ -34,7 +34,7 @@ class Recovery(TrainCase):
 
     def launch(self, layout, *flags, env=None, hurt=None):
         """A run to its end. `hurt` hears of every event, with the launcher's process id."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARVL_RANK_SILENCE_SECONDS": "3", **(env or {})}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARVL_RANK_SILENCE_SECONDS": "5", **(env or {})}
         with open(self.folder / "errors", "w+") as errors:
             process = subprocess.Popen(self.launch_command(layout, *flags), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
             lines = []
