@@ -220,6 +220,20 @@ absl::Status find_difference(const RankReports& reports) {
       "same calls in the same order");
 }
 
+absl::Status find_standstill(const RankReports& reports, int64_t world) {
+  if (static_cast<int64_t>(reports.size()) != world) return absl::OkStatus();
+  const std::optional<WaitingCall>& first = reports.begin()->second.waiting;
+  for (const auto& [rank, report] : reports) {
+    const std::optional<WaitingCall>& waiting = report.waiting;
+    if (!waiting.has_value() || waiting->call.is_message() || waiting->group != first->group ||
+        waiting->call.index != first->call.index) {
+      return absl::OkStatus();
+    }
+  }
+  for (const auto& [name, members] : by_group(reports)) PARVL_RETURN_IF_ERROR(counts_differ(name, members));
+  return absl::OkStatus();
+}
+
 std::vector<int64_t> awaited_ranks(const RankReport& report, const RankReports& reports) {
   std::vector<int64_t> out;
   if (!report.waiting.has_value()) return out;

@@ -18,6 +18,12 @@ absl::Status find_mismatch(const RankReports& reports);
 // that does, as above, or a call that not all have made, or a message that was not awaited or not sent. Never OK.
 absl::Status find_difference(const RankReports& reports);
 
+// InvalidArgument when all `world` ranks wait in one and the same collective call of a group of all, and yet have made
+// unlike numbers of calls in another group, or sent messages that were not awaited. Since a GPU's calls are only
+// queued, such a rank waits in none of them but hangs in the next call that waits for the GPU. What is told of is how
+// things were when each rank made that call, whatever the report's age.
+absl::Status find_standstill(const RankReports& reports, int64_t world);
+
 // Ranks that wait for each other in a circle, or for one that has left. A rank calls from one thread, so what it has
 // not called while it waits it will not call before the wait is over; and its counts only grow. Hence reports of
 // different moments prove it as well. Every call is held to wait for all who take part in it, also a send and a

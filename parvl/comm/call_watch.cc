@@ -334,6 +334,7 @@ void CallWatch::judge() {
   if (!answered_ && asked_s < options_.patience_s) return;
   absl::Status found = find_mismatch(all);
   if (found.ok()) found = find_deadlock(all);
+  if (found.ok()) found = find_standstill(all, world_);
   if (found.ok()) found = find_silent(mine);
   if (!found.ok()) return set_ended(found, /*found=*/true, /*tell_others=*/true);
   // Who has answered twice since has told before what it has found itself.

@@ -277,6 +277,31 @@ TEST(CallJudge, RanksThatWaitInACircleAreFound) {
   EXPECT_TRUE(find_deadlock(reports).ok());
 }
 
+// Both wait in one call of g, which does not end since a call of h, which only a GPU would wait for, hangs before it.
+TEST(CallJudge, RanksThatStandInOneCallShowWhatTheyLeftOut) {
+  World world(2);
+  world.h(0).begin(all_reduce(6), "mlp", 0);
+  world.all({.kind = CallKind::kBarrier}, "figures");
+  world.wait(0);
+  EXPECT_TRUE(find_standstill(world.reports(), 2).ok());  // rank 1 may be computing
+  world.wait(1);
+  EXPECT_TRUE(find_mismatch(world.reports()).ok());
+  EXPECT_TRUE(find_deadlock(world.reports()).ok());
+  const absl::Status status = find_standstill(world.reports(), 2);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(status.message(),
+              HasSubstr("group h, call 0 (all_reduce (sum) of 6 float32 at mlp): rank 1 did not make it"));
+  EXPECT_TRUE(find_standstill(world.reports(), 3).ok());  // of a third nothing is known
+  world.h(1).begin(all_reduce(6), "mlp", 0);
+  EXPECT_TRUE(find_standstill(world.reports(), 2).ok());
+  world.h(0).begin(send(4, 1), "layer", 0);
+  EXPECT_THAT(find_standstill(world.reports(), 2).message(),
+              HasSubstr("group h: rank 0 has sent 1 messages to rank 1, which has awaited 0"));
+  world.g(1).begin({.kind = CallKind::kBarrier}, "figures", 0);
+  world.wait(1);  // in the next: what the other has called until there is not known
+  EXPECT_TRUE(find_standstill(world.reports(), 2).ok());
+}
+
 TEST(CallJudge, SendsAndReceivesWaitForTheirOtherSide) {
   World world(2);
   world.g(0).begin(send(1, 1), "", 0);
