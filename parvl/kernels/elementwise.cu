@@ -99,13 +99,20 @@ __global__ void swiglu_kernel(const T* gate, const T* up, int64_t stride, T* y, 
   store(y + row * columns + column, out);
 }
 
-template <typename T>
+template <typename T, int N>
 __global__ void swiglu_backward_kernel(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t count) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   if (i >= count) return;
-  const auto g = widen(gate[i]), d = widen(dy[i]), s = sigmoid(g);
-  dup[i] = narrow<T>(d * g * s);
-  dgate[i] = narrow<T>(d * widen(up[i]) * s * (1 + g * (1 - s)));
+  const auto dys = load<N>(dy + i), gates = load<N>(gate + i), ups = load<N>(up + i);
+  Pack<T, N> out_gate, out_up;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const auto g = widen(gates.v[k]), d = widen(dys.v[k]), s = logistic<T>(g);
+    out_up.v[k] = narrow<T>(d * g * s);
+    out_gate.v[k] = narrow<T>(d * widen(ups.v[k]) * s * (1 + g * (1 - s)));
+  }
+  store(dgate + i, out_gate);
+  store(dup + i, out_up);
 }
 
 template <typename T, int N>
@@ -123,20 +130,26 @@ __global__ void quick_gelu_kernel(const T* x, T* y, int64_t count) {
   store(y + i, out);
 }
 
-template <typename T>
+template <typename T, int N>
 __global__ void quick_gelu_backward_kernel(const T* dy, const T* x, T* dx, int64_t count) {
   using Acc = typename WideOf<T>::type;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   if (i >= count) return;
-  const Acc a = Acc(1.702), v = widen(x[i]), s = sigmoid(a * v);
-  dx[i] = narrow<T>(widen(dy[i]) * s * (1 + a * v * (1 - s)));
+  const auto dys = load<N>(dy + i), in = load<N>(x + i);
+  Pack<T, N> out;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const Acc a = Acc(1.702), v = widen(in.v[k]), s = logistic<T>(a * v);
+    out.v[k] = narrow<T>(widen(dys.v[k]) * s * (1 + a * v * (1 - s)));
+  }
+  store(dx + i, out);
 }
 
 // Calls f with the number of values a thread takes: 16 bytes of them where every row begins and ends at a multiple.
 template <typename T, typename F>
-void with_pack(const void* a, const void* b, const void* c, std::initializer_list<int64_t> counts, F f) {
-  bool whole =
-      ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | reinterpret_cast<uintptr_t>(c)) & 15) == 0;
+void with_pack(std::initializer_list<const void*> arrays, std::initializer_list<int64_t> counts, F f) {
+  bool whole = true;
+  for (const void* array : arrays) whole = whole && (reinterpret_cast<uintptr_t>(array) & 15) == 0;
   for (const int64_t count : counts) whole = whole && count % kPack<T> == 0;
   if (whole) {
     f(std::integral_constant<int, kPack<T>>());
@@ -175,7 +188,7 @@ int rotary(Element type, const void* x, int64_t stride, const void* cos, const v
   const int64_t half = dim / 2;
   return dispatch(type, rows * heads * half, [&]<typename T>(T* t) {
     using Acc = typename WideOf<T>::type;
-    with_pack<T>(x, y, nullptr, {half, stride}, [&]<int N>(std::integral_constant<int, N>) {
+    with_pack<T>({x, y}, {half, stride}, [&]<int N>(std::integral_constant<int, N>) {
       const int64_t packs = rows * heads * half / N;
       const auto launch = [&]<typename Index>(Index) {  // 32-bit divisions are several times faster
         rotary_kernel<T, N, Index><<<blocks(packs), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
@@ -195,7 +208,7 @@ int swiglu(Element type, const void* gate, const void* up, int64_t stride, void*
            void* stream) {
   constexpr int64_t kMaxRows = 65535;  // of a grid
   return dispatch(type, rows * columns, [&]<typename T>(T* t) {
-    with_pack<T>(gate, up, y, {columns, stride}, [&]<int N>(std::integral_constant<int, N>) {
+    with_pack<T>({gate, up, y}, {columns, stride}, [&]<int N>(std::integral_constant<int, N>) {
       for (int64_t first = 0; first < rows; first += kMaxRows) {
         const dim3 grid(blocks(columns / N), static_cast<unsigned>(std::min(rows - first, kMaxRows)));
         swiglu_kernel<T, N><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
@@ -208,14 +221,16 @@ int swiglu(Element type, const void* gate, const void* up, int64_t stride, void*
 int swiglu_backward(Element type, const void* dy, const void* gate, const void* up, void* dgate, void* dup,
                     int64_t count, void* stream) {
   return dispatch(type, count, [&]<typename T>(T* t) {
-    swiglu_backward_kernel<T><<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        in(dy, t), in(gate, t), in(up, t), out(dgate, t), out(dup, t), count);
+    with_pack<T>({dy, gate, up, dgate, dup}, {count}, [&]<int N>(std::integral_constant<int, N>) {
+      swiglu_backward_kernel<T, N><<<blocks(count / N), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+          in(dy, t), in(gate, t), in(up, t), out(dgate, t), out(dup, t), count);
+    });
   });
 }
 
 int quick_gelu(Element type, const void* x, void* y, int64_t count, void* stream) {
   return dispatch(type, count, [&]<typename T>(T* t) {
-    with_pack<T>(x, y, nullptr, {count}, [&]<int N>(std::integral_constant<int, N>) {
+    with_pack<T>({x, y}, {count}, [&]<int N>(std::integral_constant<int, N>) {
       quick_gelu_kernel<T, N>
           <<<blocks(count / N), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(x, t), out(y, t), count);
     });
@@ -224,8 +239,10 @@ int quick_gelu(Element type, const void* x, void* y, int64_t count, void* stream
 
 int quick_gelu_backward(Element type, const void* dy, const void* x, void* dx, int64_t count, void* stream) {
   return dispatch(type, count, [&]<typename T>(T* t) {
-    quick_gelu_backward_kernel<T>
-        <<<blocks(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(in(dy, t), in(x, t), out(dx, t), count);
+    with_pack<T>({dy, x, dx}, {count}, [&]<int N>(std::integral_constant<int, N>) {
+      quick_gelu_backward_kernel<T, N><<<blocks(count / N), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+          in(dy, t), in(x, t), out(dx, t), count);
+    });
   });
 }
 
