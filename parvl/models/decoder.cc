@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "parvl/base/check.h"
+#include "parvl/nn/device.h"
 
 namespace parvl {
 namespace {
@@ -88,7 +89,7 @@ class Decoder : public Backbone {
     std::copy_n(positions.data()->data(), tokens * 3, at3.data_ptr<int64_t>());
     const at::Tensor angles =
         at3.index_select(1, axes_).to(wide ? at::kDouble : at::kFloat) * (wide ? inv_freq_double_ : inv_freq_float_);
-    return {angles.cos().to(device), angles.sin().to(device)};
+    return {upload(angles.cos(), device), upload(angles.sin(), device)};
   }
 
  private:
@@ -97,9 +98,12 @@ class Decoder : public Backbone {
                         const RowSplit& rows) const {
     const at::Tensor values = visual.to(hidden.scalar_type());
     if (ranks_.alone()) return hidden.index_copy(0, visual_rows, values);
+    // The others' go to a row more, which is dropped: how many are here no host has to wait for.
+    const int64_t own = hidden.size(0);
     const at::Tensor at = visual_rows - rows.begin(ranks_.rank());
-    const at::Tensor here = at::logical_and(at.ge(0), at.lt(hidden.size(0))).nonzero().flatten();
-    return hidden.index_copy(0, at.index_select(0, here), values.index_select(0, here));
+    const at::Tensor to = at.masked_fill(at::logical_or(at.lt(0), at.ge(own)), own);
+    const at::Tensor room = at::cat({hidden, at::zeros({1, hidden.size(1)}, hidden.options())});
+    return room.index_copy(0, to, values).narrow(0, 0, own);
   }
 
   BackboneSpec spec_;

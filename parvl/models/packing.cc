@@ -1,11 +1,12 @@
 #include "parvl/models/packing.h"
 
 #include "parvl/base/check.h"
+#include "parvl/nn/device.h"
 
 namespace parvl {
 
 at::Tensor to_device(const std::vector<int64_t>& values, at::Device device) {
-  return at::tensor(values, at::TensorOptions().dtype(at::kLong)).to(device);
+  return upload(at::tensor(values, at::TensorOptions().dtype(at::kLong)), device);
 }
 
 at::ScalarType pixel_type(const Model& model) { return model.params().owned().front()->value.scalar_type(); }

@@ -4,6 +4,7 @@
 
 #include "parvl/models/decoder.h"
 #include "parvl/models/vision.h"
+#include "parvl/nn/device.h"
 
 namespace parvl {
 namespace {
@@ -67,8 +68,8 @@ class Qwen25VlVision : public VisionEncoder {
     out.rope = vision_rope(spec_, positions, patch_embed_.weight->value.scalar_type(), device);
     out.frames = SeqLayout(frame_lengths(grids), device);
     out.windows = SeqLayout(windows.lengths, device);
-    out.order = at::tensor(order, at::kLong).to(device);
-    out.raster = at::tensor(raster_of(windows), at::kLong).to(device);
+    out.order = upload(at::tensor(order, at::kLong), device);
+    out.raster = upload(at::tensor(raster_of(windows), at::kLong), device);
     return out;
   }
 

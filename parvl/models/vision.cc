@@ -4,6 +4,7 @@
 
 #include "parvl/base/check.h"
 #include "parvl/models/decoder.h"
+#include "parvl/nn/device.h"
 
 namespace parvl {
 namespace {
@@ -65,7 +66,7 @@ RotaryTable vision_rope(const VisionSpec& spec, const std::vector<std::pair<int6
     *cursor++ = column;
   }
   const at::Tensor angles = (at2.to(type) * inv_freq).view({patches, axis_dim});
-  return {angles.cos().to(device), angles.sin().to(device)};
+  return {upload(angles.cos(), device), upload(angles.sin(), device)};
 }
 
 std::vector<int64_t> frame_lengths(const std::vector<Grid>& grids) {

@@ -7,6 +7,7 @@
 #include "parvl/base/check.h"
 #include "parvl/kernels/paged_attention.h"
 #include "parvl/nn/cuda_ops.h"
+#include "parvl/nn/device.h"
 #include "parvl/nn/functions.h"
 #include "parvl/nn/kernel_types.h"
 
@@ -18,6 +19,12 @@ at::Tensor repeat_heads(const at::Tensor& x_TKD, int64_t heads) {
   const int64_t times = heads / x_TKD.size(1);
   if (times == 1) return x_TKD;
   return x_TKD.unsqueeze(2).expand({-1, -1, times, -1}).reshape({x_TKD.size(0), heads, x_TKD.size(2)});
+}
+
+bool has_flash(const at::Tensor& q_TND) {
+  const int64_t dim = q_TND.size(2);
+  // The kernels that libparvl_cuda.so has want what PyTorch's flash attention wants of the GPU.
+  return cuda::fits(q_TND) && q_TND.scalar_type() == at::kBFloat16 && dim % 8 == 0 && dim <= 256;
 }
 
 // `count` sequences of one length, starting at row `begin`.
@@ -40,20 +47,15 @@ SeqLayout::SeqLayout(std::vector<int64_t> sequence_lengths, at::Device device) :
     longest = std::max(longest, length);
     sums.push_back(static_cast<int32_t>(total));
   }
-  if (device.is_cuda()) starts = at::tensor(sums, at::kInt).to(device);
+  if (device.is_cuda()) starts = upload(at::tensor(sums, at::kInt), device);
 }
 
-bool takes_any_layout(const at::Tensor& q_TND) {
-  const int64_t dim = q_TND.size(2);
-  // The kernels that libparvl_cuda.so has want what PyTorch's flash attention wants of the GPU.
-  return cuda::fits(q_TND) && q_TND.scalar_type() == at::kBFloat16 && dim % 8 == 0 && dim <= 256 &&
-         !at::GradMode::is_enabled();
-}
+bool takes_any_layout(const at::Tensor& q_TND) { return has_flash(q_TND) && !at::GradMode::is_enabled(); }
 
 at::Tensor packed_attention(const at::Tensor& q_TND, const at::Tensor& k_TKD, const at::Tensor& v_TKD,
                             const SeqLayout& layout, bool causal) {
   PARVL_CHECK(q_TND.size(0) == layout.total, "the layout does not cover the packed rows");
-  if (takes_any_layout(q_TND)) {
+  if (has_flash(q_TND)) {  // grouped heads as they are, also with a graph
     return std::get<0>(at::_flash_attention_forward(q_TND, k_TKD, v_TKD, layout.starts, layout.starts, layout.longest,
                                                     layout.longest, /*dropout_p=*/0.0, causal,
                                                     /*return_debug_mask=*/false));

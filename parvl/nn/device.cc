@@ -32,18 +32,28 @@ absl::Status load_cuda() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<at::Device> take_gpu(int64_t local_rank) {
+  const int64_t count = at::detail::getCUDAHooks().deviceCount();
+  if (local_rank >= count) {
+    return invalid("this machine has ", count, count == 1 ? " GPU" : " GPUs", " for rank ", local_rank,
+                   " of its processes (LOCAL_RANK), counted from 0; start ", count,
+                   count == 1 ? " process" : " processes", " here, one a GPU, or set train.device to cpu");
+  }
+  const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(local_rank));
+  at::globalContext().lazyInitDevice(at::kCUDA);
+  c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(device);
+  const absl::Status kernels = cuda::load_kernels();
+  if (!kernels.ok()) log_warning(kernels.message(), "; GPU operations run unfused");
+  return device;
+}
+
 }  // namespace
 
-absl::StatusOr<at::Device> select_device(const std::string& name) {
+absl::StatusOr<at::Device> select_device(const std::string& name, int64_t local_rank) {
   if (name == "cpu") return at::Device(at::kCPU);
   if (name != "auto" && name != "cuda") return invalid("device '", name, "' is not one of auto, cpu, cuda");
   const absl::Status cuda = load_cuda();
-  if (cuda.ok()) {
-    at::globalContext().lazyInitDevice(at::kCUDA);
-    const absl::Status kernels = cuda::load_kernels();
-    if (!kernels.ok()) log_warning(kernels.message(), "; GPU operations run unfused");
-    return at::Device(at::kCUDA, 0);
-  }
+  if (cuda.ok()) return take_gpu(local_rank);
   if (name == "cuda") return cuda;
   return at::Device(at::kCPU);
 }
@@ -61,6 +71,10 @@ void use_own_stream(at::Device device) {
   const c10::impl::VirtualGuardImpl impl(at::kCUDA);
   impl.setDevice(device);
   impl.exchangeStream(impl.getStreamFromGlobalPool(device, /*isHighPriority=*/false));
+}
+
+at::Tensor upload(const at::Tensor& host, at::Device device) {
+  return device.is_cuda() ? host.pin_memory().to(device, /*non_blocking=*/true) : host;
 }
 
 void synchronize(at::Device device) {

@@ -9,9 +9,10 @@
 
 namespace parvl {
 
-// auto: the first GPU when there is one and libtorch_cuda loads, else the CPU. cuda: that, or an error that says what
-// is missing. cpu. Call from one thread, before other work on a GPU.
-absl::StatusOr<at::Device> select_device(const std::string& name);
+// auto: a GPU when there is one and libtorch_cuda loads, else the CPU. cuda: that, or an error that says what is
+// missing. cpu. `local_rank`: this process among those of its machine that take a GPU each, which becomes the thread's
+// current one; InvalidArgument where the machine has fewer. Call from one thread, before other work on a GPU.
+absl::StatusOr<at::Device> select_device(const std::string& name, int64_t local_rank = 0);
 
 // From here on sums on a GPU are made in a fixed order, so that a run repeats to the bit; an operation that has no such
 // kernel throws. cuBLAS must have been told by CUBLAS_WORKSPACE_CONFIG=:4096:8 before the GPU is first used. No effect
@@ -24,6 +25,10 @@ std::string device_text(at::Device device);
 // From here on this thread queues on a stream of its own, so that its work overlaps other threads'. No effect on the
 // CPU.
 void use_own_stream(at::Device device);
+
+// The same values on the device: on the way to a GPU through pinned memory, so that the call waits neither for the copy
+// nor for what is queued before it. `host`: in the CPU's memory; free to go at once.
+at::Tensor upload(const at::Tensor& host, at::Device device);
 
 // Waits until the device has finished what this thread queued on its stream.
 void synchronize(at::Device device);

@@ -56,7 +56,7 @@ void add_weight_grad(const Param& weight, const at::Tensor& dy_TO, const at::Ten
   if (grad.scalar_type() == dy_TO.scalar_type()) {
     grad.addmm_(dy_TO.t(), x_TI);
   } else if (dy_TO.is_cuda()) {
-    grad.add_(at::mm(dy_TO.t(), x_TI, grad.scalar_type()));  // 16-bit products, float32 sums
+    at::addmm_out(grad, grad, dy_TO.t(), x_TI, grad.scalar_type());  // 16-bit factors, float32 sums
   } else {
     grad.add_(at::mm(dy_TO.t(), x_TI));
   }
@@ -357,9 +357,15 @@ at::Tensor embedding(const at::Tensor& ids_T, const Param& table, const TensorPa
   };
   if (ranks.alone()) return look_up(ids_T);
   const auto [begin, end] = table.part_range(table.part.index);
-  const at::Tensor here = at::logical_and(ids_T.ge(begin), ids_T.lt(end)).nonzero().flatten();
-  const at::Tensor found = look_up(ids_T.index_select(0, here) - begin);
-  return ranks.sum_rows(at::zeros({ids_T.size(0), found.size(1)}, found.options()).index_copy(0, here, found), rows);
+  const at::Tensor ids = ids_T - begin;
+  if (begin == end) {  // no rows to look in
+    const at::Tensor none = ids.narrow(0, 0, 0), found = look_up(none);
+    return ranks.sum_rows(at::zeros({ids.size(0), found.size(1)}, found.options()).index_copy(0, none, found), rows);
+  }
+  // Row 0 in place of the others' words, and zeros in place of that: how many are here no host has to wait for.
+  const at::Tensor absent = at::logical_or(ids.lt(0), ids.ge(end - begin));
+  const at::Tensor found = look_up(ids.masked_fill(absent, 0));
+  return ranks.sum_rows(found.masked_fill(absent.unsqueeze(1), 0), rows);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const Param& weight, double eps) {

@@ -69,9 +69,10 @@ at::Tensor VisionBlock::operator()(const at::Tensor& x_PH, const RotaryTable& ro
   const int64_t head_dim = x_PH.size(1) / heads;
   const at::Tensor qkv_P3ND = qkv(ranks->gather_rows(attn_norm(x_PH), rows)).unflatten(1, {-1, head_dim});
   const int64_t own = qkv_P3ND.size(1) / 3;  // heads
-  const at::Tensor qk = rotary(qkv_P3ND.narrow(1, 0, 2 * own), rope.cos, rope.sin);
-  const at::Tensor mixed_PND = packed_attention(qk.narrow(1, 0, own), qk.narrow(1, own, own),
-                                                qkv_P3ND.narrow(1, 2 * own, own), layout, /*causal=*/false);
+  // Split, not narrowed: the gradients of the parts are then put together in one pass.
+  const auto parts = qkv_P3ND.split_with_sizes({2 * own, own}, 1);
+  const auto qk = rotary(parts[0], rope.cos, rope.sin).split(own, 1);
+  const at::Tensor mixed_PND = packed_attention(qk[0], qk[1], parts[1], layout, /*causal=*/false);
   const at::Tensor y_PH = x_PH + row_parallel(out, mixed_PND.flatten(1), *ranks, rows);
   return y_PH + mlp(mlp_norm(y_PH), rows);
 }

@@ -1,10 +1,28 @@
 #include "parvl/nn/segment.h"
 
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "parvl/comm/comm_site.h"
 
 namespace parvl {
+namespace {
+
+// Backward on this thread, also on a GPU, for which autograd has a thread of its own: all calls of a rank's groups come
+// from one thread, which knows from where in the code.
+class BackwardHere {
+ public:
+  BackwardHere() { state().set_multithreading_enabled(false); }
+  ~BackwardHere() { state().set_multithreading_enabled(before_); }
+  BackwardHere(const BackwardHere&) = delete;
+  BackwardHere& operator=(const BackwardHere&) = delete;
+
+ private:
+  static c10::AutogradState& state() { return c10::AutogradState::get_tls_state(); }
+  const bool before_ = state().get_multithreading_enabled();
+};
+
+}  // namespace
 
 Bundle Segment::run_with_graph() {
   at::AutoGradMode grad(true);
@@ -49,6 +67,7 @@ Bundle Segment::backward_input(const Bundle& grad_out, bool defer_weights) {
     grads.push_back(grad.defined() ? grad : at::zeros_like(tensor));
   }
   queue_->set_deferred(defer_weights);
+  const BackwardHere here;
   if (!outputs.empty()) torch::autograd::backward(outputs, grads);
   outputs_ = {};
   Bundle grad_in;

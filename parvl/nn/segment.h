@@ -38,6 +38,7 @@ class Segment {
   Bundle backward_input(const Bundle& grad_out, bool defer_weights = false);
   void backward_weight();  // what backward_input kept back
   void release();          // frees whatever is still held
+  const std::vector<std::string>& owns() const { return piece_.owns; }
 
  private:
   Bundle run_with_graph();
