@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <memory>
 
@@ -37,13 +36,12 @@ absl::Status run_train(const TrainOptions& options, const Context& context) {
     print(stdout, options.json ? result.json.dump() + "\n" : result.text);
     return absl::OkStatus();
   }
-  // cuBLAS reads this when a GPU is first used; with it, its sums repeat to the bit.
-  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
   PARVL_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> communicator, communicator_from_environment());
   // From here on a stop is heeded between steps; before, while the ranks wait for each other, it ends the process.
   const StopSignal signal;
   TrainerEnvironment environment;
   environment.communicator = communicator.get();
+  PARVL_ASSIGN_OR_RETURN(environment.local_rank, local_rank_from_environment());
   PARVL_ASSIGN_OR_RETURN(environment.checks, checks_from_environment());
   environment.clock = &context.clock;
   environment.base_dir = std::filesystem::absolute(options.config).parent_path().string();

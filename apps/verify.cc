@@ -182,12 +182,20 @@ absl::Status run_verify(const VerifyFlags& given, const Context& context) {
     PARVL_RETURN_IF_ERROR(supervise(launch));
     return signal.requested() ? failed("interrupted before there was a result") : absl::OkStatus();
   }
+  PARVL_ASSIGN_OR_RETURN(const int64_t local_rank, local_rank_from_environment());
   absl::StatusOr<VerifyRun> run;
   if (flags.ranks_as_threads && communicator == nullptr) {
+    if (recipe.train.device == "cuda") {
+      return invalid(
+          "ranks as threads share the CPU; leave out --ranks-as-threads for a process a GPU, or set "
+          "train.device to cpu");
+    }
+    recipe.train.device = "cpu";
     run = run_as_threads(recipe, flags, context);
   } else {
     TrainerEnvironment environment = quiet_environment(flags, context);
     environment.communicator = communicator.get();
+    environment.local_rank = local_rank;
     PARVL_ASSIGN_OR_RETURN(environment.checks, checks_from_environment());
     run = run_steps(recipe, environment, flags.steps);
   }

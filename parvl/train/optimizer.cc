@@ -64,12 +64,21 @@ at::Tensor own_master(const OptimGroupState& group) {
   return group.master.size(0) == group.part_size ? group.master : own(group, group.master);
 }
 
-// Adds Σ gradient² in float64. In pieces, since a sum in another type makes a copy in that type first.
+// Adds Σ gradient² in float64. In pieces, since a sum in another type makes a copy in that type first; on a GPU, where
+// many pieces take long to queue, in rows that are summed in float32.
 void add_square(const at::Tensor& grad, const at::Tensor& sum) {
-  constexpr int64_t kPiece = int64_t{1} << 22;
-  for (const at::Tensor& piece : grad.split(kPiece)) {
-    sum.add_(at::linalg_vector_norm(piece, 2, at::OptionalIntArrayRef{}, false, at::kDouble).square());
+  constexpr int64_t kPiece = int64_t{1} << 22, kRow = 4096;
+  const auto norm = [](const at::Tensor& x, at::OptionalIntArrayRef dims, at::ScalarType type) {
+    return at::linalg_vector_norm(x, 2, dims, false, type);
+  };
+  at::Tensor rest = grad;
+  if (grad.is_cuda() && grad.scalar_type() == at::kFloat) {
+    const int64_t rows = grad.numel() / kRow, whole = rows * kRow;
+    const at::Tensor norms = norm(grad.narrow(0, 0, whole).view({rows, kRow}), at::IntArrayRef{1}, at::kFloat);
+    sum.add_(norm(norms, {}, at::kDouble).square());
+    rest = grad.narrow(0, whole, grad.numel() - whole);
   }
+  for (const at::Tensor& piece : rest.split(kPiece)) sum.add_(norm(piece, {}, at::kDouble).square());
 }
 
 // Every rank's part into a whole flat tensor.
@@ -130,6 +139,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::create(ParamTable& params,
   for (OptimGroupState& group : optimizer->groups_)
     allocate_group(group, recipe.optim, ranks.zero1, master_type, value_type, device);
   params.link_tied();
+  optimizer->sums_ = std::make_unique<GradientSums>(optimizer->groups_, device);
   return optimizer;
 }
 
@@ -170,6 +180,7 @@ void Optimizer::zero_grad() {
 }
 
 void Optimizer::sum_over_tensor_group(OptimGroupState& group) {
+  const CommSite site("optimizer.reduce_grads.tensor");
   const ShardPart& part = group.part;
   if (group.tensor.alone() || (part.count > 1 && part.copies == 1)) return;
   if (part.count == 1) return group.tensor.reduce(group.grad, ReduceOp::kSum);
@@ -181,14 +192,14 @@ void Optimizer::sum_over_tensor_group(OptimGroupState& group) {
 }
 
 void Optimizer::reduce_grads() {
+  if (!ranks_.zero1) {
+    for (OptimGroupState& group : groups_) sum_over_tensor_group(group);
+    return sums_->finish();
+  }
   const CommSite site("optimizer.reduce_grads");
   for (OptimGroupState& group : groups_) {
     sum_over_tensor_group(group);
     if (group.data == nullptr) continue;
-    if (!ranks_.zero1) {
-      wait(group.data->all_reduce(buffer_of(group.grad), ReduceOp::kSum));
-      continue;
-    }
     const at::Tensor part = at::empty({group.part_size}, group.grad.options());
     wait(group.data->reduce_scatter(buffer_of(group.grad), buffer_of(part)));
     own(group, group.grad).copy_(part);

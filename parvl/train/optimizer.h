@@ -17,6 +17,7 @@
 
 #include "parvl/comm/process_group.h"
 #include "parvl/nn/param.h"
+#include "parvl/train/gradient_sums.h"
 #include "parvl/train/recipe.h"
 
 namespace parvl {
@@ -79,6 +80,11 @@ class Optimizer {
   std::vector<StatePiece> state_pieces() const;
 
   void zero_grad();
+  // The step adds nothing more to the gradients of parameters whose names start with `prefix`: on GPUs without ZeRO-1
+  // their sums may begin. May be left out, also on some ranks only.
+  void is_final(const std::string& prefix) {
+    if (!ranks_.zero1) sums_->is_final(prefix);
+  }
   // Sums the gradients over the tensor and data groups: every rank has all of its parameters', or with ZeRO-1 its own
   // part. All ranks call it.
   void reduce_grads();
@@ -115,6 +121,7 @@ class Optimizer {
   bool masters_ = false;  // beside 16-bit values
   at::Device device_ = at::kCPU;
   std::vector<OptimGroupState> groups_;
+  std::unique_ptr<GradientSums> sums_;  // of groups_
   int64_t steps_done_ = 0;
   int64_t updates_done_ = 0;
 };

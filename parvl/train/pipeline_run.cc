@@ -76,10 +76,19 @@ Bundle forward(std::vector<Segment>& segments, Bundle bundle) {
   return bundle;
 }
 
-Bundle backward(std::vector<Segment>& segments, Bundle grad) {
+// `is_final`, which may be empty, hears of the parameters that no segment before the last reads.
+Bundle backward(std::vector<Segment>& segments, Bundle grad,
+                const std::function<void(const std::string& prefix)>& is_final = {}) {
   while (!segments.empty()) {
     grad = segments.back().backward_input(grad);
+    const std::vector<std::string> owned = segments.back().owns();
     segments.pop_back();
+    for (size_t i = 0; is_final && i < owned.size(); ++i) {
+      const bool read_before = std::any_of(segments.begin(), segments.end(), [&](const Segment& segment) {
+        return std::count(segment.owns().begin(), segment.owns().end(), owned[i]) > 0;
+      });
+      if (!read_before) is_final(owned[i]);
+    }
   }
   return grad;
 }
@@ -151,7 +160,9 @@ class PipelineRun {
         if (encoder) {
           backward(live.encoder, std::move(live.features_grad));
         } else {
-          upstream_[action.microbatch] = backward(live.stage, std::exchange(live.grad, {}));
+          const bool last = one_stage() && action.microbatch + 1 == static_cast<int64_t>(options_.grids.size());
+          upstream_[action.microbatch] = backward(live.stage, std::exchange(live.grad, {}),
+                                                  last ? options_.is_final : decltype(options_.is_final)());
         }
         return;
       case ActionKind::kSend:

@@ -24,6 +24,8 @@ struct PipelineOptions {
   // it is needed. Every one has a token to learn.
   std::vector<std::vector<Grid>> grids;
   std::function<std::vector<SequenceInput>(int64_t microbatch)> sequences;
+  // With one stage: the backward adds nothing more to the parameters whose names start with `prefix`. May be empty.
+  std::function<void(const std::string& prefix)> is_final;
   const Clock* clock = nullptr;                 // with `record`
   std::vector<ActionRecord>* record = nullptr;  // filled, for tests and measurements
 };

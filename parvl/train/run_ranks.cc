@@ -92,7 +92,11 @@ at::Tensor RunRanks::whole(const ParamTable& params, const Param& param, const a
 
 void RunRanks::sum(const at::Tensor& value) const {
   ProcessGroup* world = mesh_ == nullptr ? nullptr : mesh_->group("world");
-  if (world != nullptr) wait(world->all_reduce(buffer_of(value), ReduceOp::kSum));
+  if (world == nullptr) return;
+  wait(world->all_reduce(buffer_of(value), ReduceOp::kSum));
+  // So far a GPU's calls are only queued. The host waits for them here, where a rank that does not come is found, and
+  // not in a copy of the result.
+  if (value.is_cuda()) wait(world->barrier());
 }
 
 bool RunRanks::counts(const Param& param) const {

@@ -61,7 +61,7 @@ class RunRanks {
   // part; undefined where it has none.
   at::Tensor whole(const ParamTable& params, const Param& param, const at::Tensor& own,
                    at::TensorOptions options) const;
-  // Sums a scalar of float64 over all ranks, in place. Throws.
+  // Sums a scalar of float64 over all ranks, in place; on a GPU the host waits for it. Throws.
   void sum(const at::Tensor& value) const;
   // Whether this rank is the first of those that hold the same part of a parameter for the same samples. (Which of the
   // data group's ranks counts is the caller's to say.)

@@ -185,6 +185,7 @@ at::Tensor Trainer::run_micro_batches(const GlobalBatch& batch, StepResult& resu
     begins.push_back(begin);
     options.grids.push_back(std::move(grids));
   }
+  options.is_final = [&](const std::string& prefix) { optimizer_->is_final(prefix); };
   options.sequences = [&](int64_t microbatch) {
     const size_t begin = begins[static_cast<size_t>(microbatch)];
     return to_sequences(batch.samples, begin, std::min(begin + micro, batch.samples.size()));

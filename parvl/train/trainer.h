@@ -40,6 +40,7 @@ struct TrainerEnvironment {
   bool terminal = false;
   int columns = 80;
   int loader_threads = 0;                        // that decode images; 0: half of the cores. Changes no result
+  int64_t local_rank = 0;                        // which GPU of its machine this rank takes
   Communicator* communicator = nullptr;          // to the run's other ranks; null: there are none
   CheckOptions checks;                           // of their group calls; the clock is the one above
   std::vector<ActionRecord>* actions = nullptr;  // every action of this rank's pipeline is added, for measurements
@@ -84,6 +85,7 @@ class Trainer {
   absl::Status load_model_and_data();
   absl::Status connect(const ModelSpec& spec);
   absl::Status agree_on_writer();
+  absl::Status agree_on_device();
   absl::Status check_eval_set();
   absl::Status resume();
   absl::Status check_together(const std::string& dir) const;
@@ -105,7 +107,8 @@ class Trainer {
   at::Device device_ = at::kCPU;
   std::unique_ptr<OutputLock> lock_;
   std::unique_ptr<RunOutput> output_;
-  std::unique_ptr<RunRanks> ranks_;
+  std::unique_ptr<Communicator> gpus_;  // the run's ranks by their GPUs; null: on the CPU, or alone
+  std::unique_ptr<RunRanks> ranks_;     // its groups are those of gpus_, or the environment's communicator
   std::shared_ptr<const PromptBuilder> prompts_;
   std::shared_ptr<const Dataset> train_set_, eval_set_;
   std::unique_ptr<ImageCache> eval_images_;

@@ -5,6 +5,7 @@
 
 #include "parvl/base/file.h"
 #include "parvl/comm/comm_site.h"
+#include "parvl/comm/nccl/nccl_communicator.h"
 #include "parvl/kernels/gemm_bf16.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
@@ -16,6 +17,7 @@ namespace parvl {
 namespace {
 
 constexpr char kStartingWeights[] = "weights at the start";
+constexpr double kDeviceDeadline_s = 600;              // for rank 0 to say what it trains on
 constexpr size_t kEvalImageBytes = size_t{256} << 20;  // bound on decoded pixels kept from one evaluation to the next
 
 std::string short_hash(std::string_view text) { return sha256_hex(text).substr(0, 16); }
@@ -121,7 +123,7 @@ absl::Status Trainer::set_up() {
     PARVL_ASSIGN_OR_RETURN(lock_, OutputLock::take(recipe_.train.out));
   }
   PARVL_ASSIGN_OR_RETURN(dtype_, parse_dtype(recipe_.train.dtype));
-  PARVL_ASSIGN_OR_RETURN(device_, select_device(recipe_.train.device));
+  PARVL_ASSIGN_OR_RETURN(device_, select_device(recipe_.train.device, env_.local_rank));
   use_deterministic_kernels(device_);
   RunOutputOptions output{env_.write, env_.record, env_.terminal, env_.columns};
   if (!first) output = {[](std::string_view) {}, {}, false, 80, /*events=*/false};
@@ -203,11 +205,15 @@ absl::Status Trainer::load_model_and_data() {
 }
 
 absl::Status Trainer::connect(const ModelSpec& spec) {
-  if (env_.communicator != nullptr && device_.is_cuda()) return not_available_yet("training on several GPUs");
   output_->working("waiting for the other ranks");
   CheckOptions checks = env_.checks;
   checks.clock = env_.clock;
-  PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec, env_.communicator, checks));
+  if (env_.communicator != nullptr) PARVL_RETURN_IF_ERROR(agree_on_device());
+  if (env_.communicator != nullptr && device_.is_cuda()) {
+    PARVL_ASSIGN_OR_RETURN(gpus_, make_nccl_communicator(*env_.communicator));
+  }
+  Communicator* const communicator = gpus_ != nullptr ? gpus_.get() : env_.communicator;
+  PARVL_ASSIGN_OR_RETURN(ranks_, RunRanks::create(recipe_.parallel, spec, communicator, checks));
   std::vector<std::pair<std::string, std::string>> sections = recipe_sections(recipe_);
   for (auto& [name, text] : sections) name = absl::StrCat("their recipes' '", name, "'");
   return ranks_->expect_equal(sections, "start all ranks with the same recipe and the same --set");
@@ -217,6 +223,17 @@ absl::Status Trainer::connect(const ModelSpec& spec) {
 absl::Status Trainer::agree_on_writer() {
   writer_ = ranks_->is_first() ? static_cast<uint64_t>(env_.clock->wall_ns()) : 0;
   return ranks_->sum_exactly(absl::MakeSpan(&writer_, 1));
+}
+
+// Before there are groups, which are made on GPUs or on none.
+absl::Status Trainer::agree_on_device() {
+  const std::string mine = device_.is_cuda() ? "a GPU" : "the CPU";
+  const std::unique_ptr<Store> store = env_.communicator->make_store();
+  if (env_.communicator->rank() == 0) return store->set("device", mine);
+  PARVL_ASSIGN_OR_RETURN(const std::string first, store->get("device", kDeviceDeadline_s));
+  if (first == mine) return absl::OkStatus();
+  return invalid("rank ", env_.communicator->rank(), " trains on ", mine, ", rank 0 on ", first,
+                 "; set train.device to cpu, or give every rank a GPU");
 }
 
 // Prepares every sample once: what is wrong with one is said now and not at the first checkpoint, hours later. It costs

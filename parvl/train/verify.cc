@@ -55,9 +55,12 @@ absl::Status expect_equal_values(const Trainer& trainer) {
   absl::Status status;  // after an error the rest is called all the same, so that nobody waits
   const auto check = [&](ProcessGroup* group, const std::function<bool(const Param&)>& alike) {
     if (group == nullptr) return;
+    std::vector<at::Tensor> values;  // in host memory
     std::vector<NamedBuffer> buffers;
     for (const Param* param : trainer.model().params().owned()) {
-      if (alike(*param)) buffers.push_back({param->name, buffer_of(param->value)});
+      if (!alike(*param)) continue;
+      values.push_back(param->value.cpu());
+      buffers.push_back({param->name, buffer_of(values.back())});
     }
     status.Update(expect_equal_replicas(buffers, *group));
   };

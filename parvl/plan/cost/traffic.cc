@@ -91,7 +91,10 @@ std::vector<Traffic> data_parallel_traffic(const std::vector<int64_t>& groups, c
   Calls calls(shape.ranks);
   for (const int64_t values : groups) {
     if (shape.zero == 0) {
-      calls.add(TrafficKind::kAllReduce, values * dtype_bytes(shape.master));
+      for (int64_t begin = 0; begin < values; begin += gradient_values_at_once()) {
+        calls.add(TrafficKind::kAllReduce,
+                  std::min(gradient_values_at_once(), values - begin) * dtype_bytes(shape.master));
+      }
       continue;
     }
     const int64_t padded = (values + shape.ranks - 1) / shape.ranks * shape.ranks;
@@ -100,6 +103,9 @@ std::vector<Traffic> data_parallel_traffic(const std::vector<int64_t>& groups, c
   }
   return calls.take();
 }
+
+// 128 MB of float32: enough for the full rate of links between GPUs, and little next to a model's gradients.
+int64_t gradient_values_at_once() { return int64_t{32} << 20; }
 
 int64_t loss_rows_at_once(int64_t vocab) { return std::max<int64_t>(1, (int64_t{16} << 20) / vocab); }
 

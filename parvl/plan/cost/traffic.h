@@ -32,13 +32,14 @@ int64_t sent_bytes(TrafficKind call, int64_t bytes, int64_t ranks);
 
 // One step of data parallelism over `ranks`, per rank. `groups`: the values of each of its optimizer's flat tensors
 // (parameters of one module, learning rate and weight decay).
-// Gradients are summed in the master's type. zero 0: one all-reduce a flat tensor. zero 1 (Rajbhandari et al., "ZeRO",
-// SC 2020: the same bytes): each is padded to a multiple of `ranks`, reduce-scattered, updated in parts and gathered in
-// the type that the forward reads. Empty for one rank.
+// Gradients are summed in the master's type. zero 0: an all-reduce for each gradient_values_at_once() of a flat tensor.
+// zero 1 (Rajbhandari et al., "ZeRO", SC 2020: the same bytes): each is padded to a multiple of `ranks`,
+// reduce-scattered, updated in parts and gathered in the type that the forward reads. Empty for one rank.
 struct DataParallel {
   int64_t ranks = 1, zero = 0;
   DType master = DType::kFloat32, value = DType::kFloat32;
 };
+int64_t gradient_values_at_once();
 std::vector<Traffic> data_parallel_traffic(const std::vector<int64_t>& groups, const DataParallel& shape);
 
 // Tensor parallelism with cut rows (nn/tensor_parallel.h; Korthikanti et al., 2022, section 4.2.2), per rank and micro
@@ -84,7 +85,7 @@ struct SharedTensor {
 std::vector<Traffic> shared_gradient_traffic(const std::vector<SharedTensor>& tensors, int64_t ranks, DType master);
 
 // Once a step among all ranks: targets and tokens, loss and operations, the gradient's norm (float64 each); and before
-// the update a word of each, that they made the same calls (comm/checked_group.h).
+// the update a word of each, that they made the same calls (comm/checked_group.h). On GPUs a barrier too.
 std::vector<Traffic> world_traffic(int64_t ranks);
 
 // Calls of one kind together.
