@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes a model directory of a Qwen2-VL shape with random bfloat16 weights, for measurements where the answer does not matter.
 
-usage: make.py OUT_DIR SHAPE [--device cuda]      SHAPE: tiny, 0.5b, 2b or 7b
+usage: make.py OUT_DIR SHAPE [--device cuda]      SHAPE: tiny, 0.5b, 1b, 2b or 7b
 
 The tokenizer is a byte-level BPE of the real vocabulary size whose merges are made up; template and special tokens are those of
 the example. Weights are written in shards of up to 4 GB as they are made, so memory for one shard is enough. Needs torch and
@@ -19,12 +19,15 @@ from safetensors.torch import save_file
 START = pathlib.Path(__file__).resolve().parent.parent / "easy_vqa" / "start"
 SHARD_BYTES = 4 << 30
 BIG = dict(depth=32, embed_dim=1280, num_heads=16)
-# Qwen2-VL-2B and -7B as published; 0.5b is Qwen2-0.5B's decoder behind a smaller encoder.
+# Qwen2-VL-2B and -7B as published; 0.5b is Qwen2-0.5B's decoder behind a smaller encoder, 1b Qwen2-VL-2B with 20 narrower layers
+# and an encoder of ViT-L's size.
 SHAPES = {
     "tiny": (dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
                   vocab_size=512), [4, 6, 6], dict(depth=2, embed_dim=64, num_heads=4), True),
     "0.5b": (dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
                   vocab_size=151936), [8, 12, 12], dict(depth=12, embed_dim=640, num_heads=10), True),
+    "1b": (dict(hidden_size=1536, intermediate_size=6144, num_hidden_layers=20, num_attention_heads=12, num_key_value_heads=2,
+                vocab_size=151936), [16, 24, 24], dict(depth=24, embed_dim=1024, num_heads=16), True),
     "2b": (dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
                 vocab_size=151936), [16, 24, 24], BIG, True),
     "7b": (dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
