@@ -112,6 +112,24 @@ class Layouts(TrainCase):
         rest = self.launch(*settings, "train.out=parts")
         self.assertEqual(rest.losses(), whole.losses()[3:])
 
+    def test_a_stopped_rank_is_named_by_the_other(self):
+        """Rank 1 is stopped between any two calls of a step; rank 0's GPU waits for it, and rank 0 says so and leaves."""
+        for layout in ("dp", "tp", "pp"):
+            with self.subTest(layout=layout):
+                command = [str(PARVL), "launch", "--nproc-per-node", "2", "--grace-seconds", "1", "--",
+                           *self.command("train.device=cuda", "data.micro_batch=1", f"parallel.llm_backbone.{layout}=2", "train.steps=1000000",
+                                         f"train.out=stopped-{layout}")]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                           env={**os.environ, "PARVL_RANK_SILENCE_SECONDS": "3"})
+                while json.loads(process.stdout.readline()).get("step") != 2:
+                    pass
+                os.kill(self.rank_pid(process.pid, 1), signal.SIGSTOP)
+                _, errors = process.communicate(timeout=240)
+                self.assertEqual(process.returncode, 1, errors)
+                line = next(line for line in errors.splitlines() if line.startswith("parvl: "))
+                self.assertIn("rank 1 has given no sign of life for ", line)
+                self.assertRegex(line, r"rank 0 waits for it in group \S+, call \d+ \(\w+")
+
     def test_a_rank_too_many_is_refused(self):
         command = [str(PARVL), "launch", "--nproc-per-node", str(COUNT + 1), "--", *self.command("train.device=cuda", f"parallel.llm_backbone.dp={COUNT + 1}",
                    "data.micro_batch=1", f"data.global_batch={COUNT + 1}")]
