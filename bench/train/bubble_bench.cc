@@ -2,7 +2,9 @@
 // core each. A step is repeated; from the medians of what each action took by itself plan/pipeline/execution.h predicts
 // when each ends, which is compared with the makespans and bubbles that were measured.
 //
-//   OMP_NUM_THREADS=1 build/bench/bubble_bench [ROUNDS]     in the checkout, on a machine with 4 quiet cores
+//   OMP_NUM_THREADS=1 build/bench/bubble_bench [ROUNDS [CASE]]     in the checkout, on a machine with 4 quiet cores
+//
+// CASE: only those whose names hold it.
 //
 // Ends with 1 when a makespan or bubble is off by more than 10 %.
 #include <ATen/Parallel.h>
@@ -181,7 +183,7 @@ Figures predicted(const Steps& steps, bool images) {
   return {times->makespan, times->bubble_share()};
 }
 
-int run(int rounds) {
+int run(int rounds, const std::string& only) {
   const std::string folder = make_bench_folder("bubble");
   write_bench_config(folder, kLayers);
   std::printf("%u cores, medians of %d steps of %d micro batches\n", std::thread::hardware_concurrency(), rounds,
@@ -190,6 +192,7 @@ int run(int rounds) {
               "ratio");
   bool within = true;
   for (const Case& c : kCases) {
+    if (std::string(c.name).find(only) == std::string::npos) continue;
     std::filesystem::remove_all(folder + "/out");
     write_data(folder, c);
     const Steps steps = measure(c, folder, rounds);
@@ -214,4 +217,6 @@ int run(int rounds) {
 }  // namespace
 }  // namespace parvl
 
-int main(int argc, char** argv) { return parvl::run(argc > 1 ? std::max(1, std::atoi(argv[1])) : 15); }
+int main(int argc, char** argv) {
+  return parvl::run(argc > 1 ? std::max(1, std::atoi(argv[1])) : 15, argc > 2 ? argv[2] : "");
+}
