@@ -42,6 +42,17 @@ void add_stage_pairs(const ModuleMesh& mesh, std::vector<GroupSpec>& out) {
   }
 }
 
+// Every encoder rank of its own with every rank of the first stages, a pair and direction each: which of them have a
+// message for each other, images decide.
+void add_image_pairs(const ModuleMesh& encoder, const ModuleMesh& llm, std::vector<GroupSpec>& out) {
+  for (int64_t from = encoder.grid.first(); from < encoder.grid.first() + encoder.grid.size(); ++from) {
+    for (const int64_t to : llm.grid.group_of(llm.grid.first(), {"tp", "sp", "dp"})) {
+      out.push_back({image_group(from, to), {to, from}});
+      out.push_back({image_group(to, from), {to, from}});
+    }
+  }
+}
+
 absl::Status check(const std::string& module, const ModuleLayout& layout, int64_t covered) {
   if (layout.dp * layout.sp % layout.ep != 0) {
     return invalid(module, ": ep (", layout.ep, ") must divide dp · sp (", layout.dp * layout.sp, ")");
@@ -59,6 +70,8 @@ const ModuleMesh* MeshPlan::find(const std::string& module) const {
   return found == modules.end() ? nullptr : &*found;
 }
 
+std::string image_group(int64_t from, int64_t to) { return absl::StrCat("vision_encoder.images.", from, ">", to); }
+
 absl::StatusOr<MeshPlan> plan_mesh(const ParallelSpec& spec, const std::vector<std::string>& modules) {
   const int64_t llm_ranks = spec.llm.product();
   PARVL_RETURN_IF_ERROR(check("llm_backbone", spec.llm, llm_ranks));
@@ -74,6 +87,12 @@ absl::StatusOr<MeshPlan> plan_mesh(const ParallelSpec& spec, const std::vector<s
     ModuleLayout layout;
     layout.dp = llm_ranks;
     if (given->has_value()) layout = **given;
+    const ModuleMesh* encoder = out.find("vision_encoder");
+    if (!given->has_value() && std::string(name) == "projector" && encoder != nullptr && encoder->own_ranks) {
+      layout.dp = layout.ranks = encoder->grid.size();
+      out.modules.push_back(make_mesh(name, layout, encoder->grid.first()));
+      continue;
+    }
     PARVL_RETURN_IF_ERROR(check(name, layout, layout.ranks > 0 ? layout.ranks : llm_ranks));
     out.modules.push_back(make_mesh(name, layout, layout.ranks > 0 ? out.world : 0));
     out.world += layout.ranks;
@@ -93,6 +112,8 @@ absl::StatusOr<MeshPlan> plan_mesh(const ParallelSpec& spec, const std::vector<s
     }
     add_stage_pairs(mesh, out.groups);
   }
+  const ModuleMesh* encoder = out.find("vision_encoder");
+  if (encoder != nullptr && encoder->own_ranks) add_image_pairs(*encoder, out.modules.front(), out.groups);
   return out;
 }
 

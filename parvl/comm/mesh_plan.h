@@ -21,7 +21,7 @@ struct ModuleMesh {
 
 // Ranks that communicate, ascending, at least two.
 struct GroupSpec {
-  std::string name;  // unique: "llm_backbone.tp[0]", "llm_backbone.pp[0].1>2"
+  std::string name;  // unique: "llm_backbone.tp[0]", "llm_backbone.pp[0].1>2", "vision_encoder.images.4>0"
   std::vector<int64_t> ranks;
 };
 
@@ -33,8 +33,12 @@ struct MeshPlan {
   const ModuleMesh* find(const std::string& module) const;  // null: the model has none
 };
 
-// `modules`: what the model has beside the LLM. Refused: a module whose degrees do not cover its ranks, experts that
-// do not divide dp · sp, a module with a layout that the model lacks.
+// The messages of an encoder rank to a rank of the LLM's first stage ("4>0", ranks of the world), or back ("0>4").
+std::string image_group(int64_t from, int64_t to);
+
+// `modules`: what the model has beside the LLM. A projector without a layout lies on the vision encoder's ranks.
+// Refused: a module whose degrees do not cover its ranks, experts that do not divide dp · sp, a module with a layout
+// that the model lacks.
 absl::StatusOr<MeshPlan> plan_mesh(const ParallelSpec& spec, const std::vector<std::string>& modules);
 
 // A line a rank: where each module's part on it lies. "rank  llm_backbone (tp sp dp pp)  vision_encoder (…)".

@@ -29,6 +29,7 @@ void put_images(const Model& model, const std::vector<SequenceInput>& sequences,
       ++next;
       out.grids.push_back(sequence.images[i].grid);
       sources.push_back(sequence.pixels[i]);
+      PARVL_CHECK(sources.back() != nullptr, "an image is encoded on a rank that has no pixels of it");
       patches += out.grids.back().patches();
     }
   }
@@ -88,9 +89,10 @@ PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences
   return out;
 }
 
-PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device) {
+PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
+                        const std::vector<int64_t>* images) {
   PackedBatch out;
-  put_images(model, sequences, nullptr, device, out);
+  put_images(model, sequences, images, device, out);
   return out;
 }
 

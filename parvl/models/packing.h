@@ -12,9 +12,10 @@ at::Tensor to_device(const std::vector<int64_t>& values, at::Device device);
 
 struct SequenceInput {
   std::vector<int32_t> ids;
-  std::vector<ImageSpan> images;     // in order of position
-  std::vector<const float*> pixels;  // per image: [grid.patches() · patch_values], borrowed until pack returns
-  std::vector<uint8_t> is_target;    // per token, or empty: token i is learned from position i − 1
+  std::vector<ImageSpan> images;  // in order of position
+  // Per image: [grid.patches() · patch_values], borrowed until pack returns; null: not to be encoded here.
+  std::vector<const float*> pixels;
+  std::vector<uint8_t> is_target;  // per token, or empty: token i is learned from position i − 1
 };
 
 struct PackedBatch {
@@ -35,8 +36,9 @@ std::vector<Grid> grids_of(const std::vector<SequenceInput>& sequences);
 PackedBatch pack(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
                  std::shared_ptr<AttentionBackend> attention = nullptr, const std::vector<int64_t>* images = nullptr);
 
-// The images alone: `grids` and `pixels`.
-PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device);
+// The images alone: `grids` and `pixels`. `images` as for pack.
+PackedBatch pack_images(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
+                        const std::vector<int64_t>* images = nullptr);
 
 // The type that a model computes in, which its pixels are converted to on their way.
 at::ScalarType pixel_type(const Model& model);

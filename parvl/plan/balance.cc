@@ -153,8 +153,12 @@ absl::StatusOr<std::vector<int64_t>> balanced_order(absl::Span<const double> cos
 }
 
 std::vector<int64_t> spread(absl::Span<const double> costs, int64_t parts) {
-  std::vector<int64_t> out(costs.size());
   std::vector<double> load(static_cast<size_t>(parts), 0);
+  return spread_onto(costs, load);
+}
+
+std::vector<int64_t> spread_onto(absl::Span<const double> costs, std::vector<double>& load) {
+  std::vector<int64_t> out(costs.size());
   std::vector<int64_t> items = first_numbers(costs.size());
   sort_descending(items, costs);
   for (const int64_t item : items) {

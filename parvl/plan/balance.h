@@ -31,5 +31,7 @@ absl::StatusOr<std::vector<int64_t>> balanced_order(absl::Span<const double> cos
 // The part of each item; parts may get any number of them. The costliest first, each to the part with the least so far
 // (LPT): the costliest part is at most 4/3 − 1/(3 · parts) of the best possible (Graham, 1969).
 std::vector<int64_t> spread(absl::Span<const double> costs, int64_t parts);
+// The same onto parts that have `load` already, which grows: one set of items after another stays even.
+std::vector<int64_t> spread_onto(absl::Span<const double> costs, std::vector<double>& load);
 
 }  // namespace parvl

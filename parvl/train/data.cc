@@ -23,6 +23,25 @@ namespace {
 constexpr uint64_t kShuffleStream = uint64_t{0x7368756666} << 24;  // + epoch
 constexpr uint64_t kAugmentStream = uint64_t{0x6469686564} << 24;
 
+// What processing an image would give, but its patches.
+absl::StatusOr<ProcessedImage> read_outline(const std::string& path, const PromptBuilder& prompts, int symmetry) {
+  PARVL_ASSIGN_OR_RETURN(const auto file, MappedFile::open(path));
+  const auto header = read_image_size(file->bytes());
+  if (!header.ok()) return with_context(header.status(), path);
+  // As dihedral: a transposition exchanges the sides, and so does each quarter turn.
+  const bool exchanged = (symmetry >= 4) != (symmetry % 2 == 1);
+  const auto size = exchanged ? prompts.image_processor().target_size(header->height, header->width)
+                              : prompts.image_processor().target_size(header->width, header->height);
+  if (!size.ok()) return with_context(size.status(), path);
+  const ImageProcessorConfig& config = prompts.image_processor().config();
+  ProcessedImage out;
+  out.grid_t = 1;
+  out.grid_h = size->height / config.patch_size;
+  out.grid_w = size->width / config.patch_size;
+  out.merge_size = config.merge_size;
+  return out;
+}
+
 absl::StatusOr<Prompt> prepare(const RawSample& sample, const PromptBuilder& prompts, const PrepareOptions& options,
                                int64_t position, ImageCache& cache) {
   if (!sample.image_paths.empty() && !prompts.has_images()) {
@@ -34,6 +53,11 @@ absl::StatusOr<Prompt> prepare(const RawSample& sample, const PromptBuilder& pro
   }
   std::vector<std::shared_ptr<const ProcessedImage>> images;
   for (const std::string& path : sample.image_paths) {
+    if (!options.decode.empty() && !options.decode[images.size()]) {
+      PARVL_ASSIGN_OR_RETURN(ProcessedImage outline, read_outline(path, prompts, symmetry));
+      images.push_back(std::make_shared<const ProcessedImage>(std::move(outline)));
+      continue;
+    }
     PARVL_ASSIGN_OR_RETURN(const std::shared_ptr<const Image> image, cache.get(path));
     auto processed = symmetry == 0 ? prompts.image_processor().process(*image)
                                    : prompts.image_processor().process(dihedral(*image, symmetry));
@@ -72,24 +96,39 @@ absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuild
   return prompt.ok() ? std::move(prompt) : with_context(prompt.status(), sample.name);
 }
 
-absl::StatusOr<double> estimate_cost(const RawSample& sample, const PromptBuilder& prompts) {
+absl::StatusOr<SampleCost> estimate_cost(const RawSample& sample, const PromptBuilder& prompts) {
   constexpr double kBytesAToken = 4;
-  double tokens = 0;
+  SampleCost out;
   for (const Message& message : sample.messages) {
-    for (const ContentPart& part : message.content) tokens += static_cast<double>(part.text.size()) / kBytesAToken;
+    for (const ContentPart& part : message.content) out.tokens += static_cast<double>(part.text.size()) / kBytesAToken;
   }
-  if (!prompts.has_images()) return tokens;
-  const ImageProcessorConfig& config = prompts.image_processor().config();
-  const double side = static_cast<double>(config.patch_size * config.merge_size);
+  if (!prompts.has_images()) return out;
   for (const std::string& path : sample.image_paths) {
-    PARVL_ASSIGN_OR_RETURN(const auto file, MappedFile::open(path));
-    const auto header = read_image_size(file->bytes());
-    if (!header.ok()) return with_context(header.status(), path);
-    const auto size = prompts.image_processor().target_size(header->width, header->height);
-    if (!size.ok()) return with_context(size.status(), path);
-    tokens += static_cast<double>(size->width) / side * static_cast<double>(size->height) / side;
+    PARVL_ASSIGN_OR_RETURN(const ProcessedImage outline, read_outline(path, prompts, /*symmetry=*/0));
+    out.tokens += static_cast<double>(outline.num_tokens());
+    out.patches.push_back(static_cast<double>(outline.num_patches()));
   }
-  return tokens;
+  return out;
+}
+
+std::vector<bool> EncoderShare::decode(const std::vector<int64_t>& encoders) const {
+  std::vector<bool> out;
+  for (const int64_t encoder : encoders) out.push_back(encoder == group);
+  return out;
+}
+
+std::vector<std::vector<int64_t>> deal_images(const std::vector<SampleCost>& samples, std::vector<double>& load) {
+  std::vector<double> patches;
+  for (const SampleCost& sample : samples) patches.insert(patches.end(), sample.patches.begin(), sample.patches.end());
+  const std::vector<int64_t> groups = spread_onto(patches, load);
+  std::vector<std::vector<int64_t>> out;
+  auto next = groups.begin();
+  for (const SampleCost& sample : samples) {
+    const auto end = next + static_cast<int64_t>(sample.patches.size());
+    out.emplace_back(next, end);
+    next = end;
+  }
+  return out;
 }
 
 struct BatchLoader::Impl {
@@ -97,6 +136,7 @@ struct BatchLoader::Impl {
   struct Slot {
     std::vector<Prompt> samples;
     std::vector<int64_t> indices;
+    std::vector<std::vector<int64_t>> encoders;  // as GlobalBatch
     int64_t missing = 0;
     int64_t error_place = 0;  // place in the batch of `error`; the lowest counts, whoever finds it first
     absl::Status error;
@@ -111,9 +151,14 @@ struct BatchLoader::Impl {
         take_step(options.first_step),
         fill_position(options.first_step * options.global_batch) {}
 
-  // The next sample to prepare, or false when the threads are to end. Waits while enough steps are prepared.
-  // `position`: of the sample in the run; `place`: where it stands in its batch.
-  bool claim(int64_t& position, int64_t& place, int64_t& index) {
+  // A sample to prepare.
+  struct Task {
+    int64_t position = 0, place = 0, index = 0;  // in the run, in its batch, in the data set
+    std::vector<bool> decode;                    // as PrepareOptions
+  };
+
+  // The next one, or false when the threads are to end. Waits while enough steps are prepared.
+  bool claim(Task& task) {
     std::unique_lock<std::mutex> lock(mutex);
     const int64_t end = options.last_step * options.global_batch;
     // Another replica's samples are passed over.
@@ -126,45 +171,60 @@ struct BatchLoader::Impl {
     });
     if (stop || fill_position >= end) return false;
     const int64_t step = fill_position / options.global_batch;
-    place = fill_position++ % options.global_batch;
+    task.place = fill_position++ % options.global_batch;
     if (step != placed_step) place_samples(step);
-    position = step * options.global_batch + placed[static_cast<size_t>(place)].sample;
-    index = placed[static_cast<size_t>(place)].index;
+    const Placed& here = placed[static_cast<size_t>(task.place)];
+    task.position = step * options.global_batch + here.sample;
+    task.index = here.index;
+    task.decode = options.encoders.decode(here.encoders);
     Slot& slot = slots[step];
     if (slot.samples.empty()) {
-      slot.missing = options.global_batch / options.share.replicas;
+      slot.missing = options.share.own_samples(options.global_batch);
       slot.samples.resize(static_cast<size_t>(slot.missing));
       for (const Placed& one : placed) slot.indices.push_back(one.index);
+      slot.encoders.resize(static_cast<size_t>(slot.missing));
     }
+    slot.encoders[static_cast<size_t>(options.share.own_place(task.place))] = here.encoders;
     return true;
   }
 
   // What stands at each place of a step's batch: `sample` of the step in the order of the run, `index` in the data set.
   struct Placed {
     int64_t sample = 0, index = 0;
+    std::vector<int64_t> encoders;  // of its images
   };
   void place_samples(int64_t step) {
     placed_step = step;
     placed.clear();
     for (int64_t i = 0; i < options.global_batch; ++i) {
-      placed.push_back({i, order.at(step * options.global_batch + i)});
+      placed.push_back({i, order.at(step * options.global_batch + i), {}});
     }
-    if (!options.balance) return;
+    if (options.balance) balance(slots[step]);
+    if (options.encoders.groups > 0 && slots[step].error.ok()) deal_out_images(slots[step]);
+  }
+
+  // By the sample's index; null after an error, which ends the step, so that the order in it does not matter.
+  const SampleCost* cost_of(const Placed& one, Slot& slot) {
+    const auto [known, is_new] = costs_of.try_emplace(one.index);
+    if (!is_new) return &known->second;
+    const RawSample& sample = dataset->sample(one.index);
+    absl::StatusOr<SampleCost> cost = estimate_cost(sample, *prompts);
+    if (cost.ok()) {
+      if (options.encoders.groups == 0) cost->patches = {};  // a data set may have many images
+      return &(known->second = *std::move(cost));
+    }
+    slot.error = with_context(cost.status(), sample.name);
+    slot.error_place = one.sample;
+    costs_of.erase(known);
+    return nullptr;
+  }
+
+  void balance(Slot& slot) {
     std::vector<double> costs;
     for (const Placed& one : placed) {
-      const auto [known, is_new] = costs_of.try_emplace(one.index);
-      if (is_new) {
-        const RawSample& sample = dataset->sample(one.index);
-        const absl::StatusOr<double> cost = estimate_cost(sample, *prompts);
-        if (!cost.ok()) {  // the step ends with it, so their order does not matter
-          slots[step].error = with_context(cost.status(), sample.name);
-          slots[step].error_place = one.sample;
-          costs_of.erase(known);
-          return;
-        }
-        known->second = static_cast<float>(*cost);
-      }
-      costs.push_back(static_cast<double>(known->second));
+      const SampleCost* cost = cost_of(one, slot);
+      if (cost == nullptr) return;
+      costs.push_back(cost->tokens);
     }
     const auto balanced = balanced_order(costs, options.share.micro_batch, options.share.replicas);
     PARVL_CHECK(balanced.ok(), "a global batch that cannot be dealt out");
@@ -172,29 +232,49 @@ struct BatchLoader::Impl {
     for (size_t i = 0; i < placed.size(); ++i) placed[i] = before[static_cast<size_t>((*balanced)[i])];
   }
 
-  void deliver(int64_t position, int64_t place, absl::StatusOr<Prompt> prompt) {
+  // Micro batch by micro batch, as encoders come to them. (Those without a token to learn count too, though nobody
+  // encodes their images: which these are, only who has their tokens knows.)
+  void deal_out_images(Slot& slot) {
+    std::vector<double> load(static_cast<size_t>(options.encoders.groups), 0);
+    const auto micro = static_cast<size_t>(options.share.micro_batch);
+    for (size_t begin = 0; begin < placed.size(); begin += micro) {
+      const size_t end = std::min(begin + micro, placed.size());
+      std::vector<SampleCost> costs;
+      for (size_t i = begin; i < end; ++i) {
+        const SampleCost* cost = cost_of(placed[i], slot);
+        if (cost == nullptr) return;
+        costs.push_back(*cost);
+      }
+      const auto groups = deal_images(costs, load);
+      for (size_t i = begin; i < end; ++i) placed[i].encoders = groups[i - begin];
+    }
+  }
+
+  void deliver(const Task& task, absl::StatusOr<Prompt> prompt) {
     const std::lock_guard<std::mutex> lock(mutex);
-    Slot& slot = slots[position / options.global_batch];
+    Slot& slot = slots[task.position / options.global_batch];
     if (prompt.ok()) {
-      slot.samples[static_cast<size_t>(options.share.own_place(place))] = *std::move(prompt);
-    } else if (slot.error.ok() || place < slot.error_place) {
+      slot.samples[static_cast<size_t>(options.share.own_place(task.place))] = *std::move(prompt);
+    } else if (slot.error.ok() || task.place < slot.error_place) {
       slot.error = prompt.status();
-      slot.error_place = place;
+      slot.error_place = task.place;
     }
     if (--slot.missing == 0) may_take.notify_all();
   }
 
   void work() {
-    int64_t position = 0, place = 0, index = 0;
-    while (claim(position, place, index)) {
-      const RawSample& sample = dataset->sample(index);
+    Task task;
+    while (claim(task)) {
+      const RawSample& sample = dataset->sample(task.index);
+      PrepareOptions how = options.prepare;
+      how.decode = task.decode;
       absl::StatusOr<Prompt> prompt = Prompt{};
       const absl::Status status = catch_exceptions("preparing a sample", [&] {
-        prompt = prepare(sample, *prompts, options.prepare, position, cache);
+        prompt = prepare(sample, *prompts, how, task.position, cache);
         return prompt.status();
       });
       if (!status.ok()) prompt = with_context(status, sample.name);
-      deliver(position, place, std::move(prompt));
+      deliver(task, std::move(prompt));
     }
   }
 
@@ -204,11 +284,11 @@ struct BatchLoader::Impl {
   ImageCache cache;
 
   std::mutex mutex;
-  std::condition_variable may_fill;             // a step was taken, or stop
-  std::condition_variable may_take;             // a step is whole
-  SampleOrder order;                            // this and below: under `mutex`
-  std::unordered_map<int64_t, float> costs_of;  // of samples, by index
-  std::vector<Placed> placed;                   // of step `placed_step`
+  std::condition_variable may_fill;                  // a step was taken, or stop
+  std::condition_variable may_take;                  // a step is whole
+  SampleOrder order;                                 // this and below: under `mutex`
+  std::unordered_map<int64_t, SampleCost> costs_of;  // of samples, by index
+  std::vector<Placed> placed;                        // of step `placed_step`
   int64_t placed_step = -1;
   std::map<int64_t, Slot> slots;
   int64_t take_step;
@@ -252,7 +332,7 @@ absl::StatusOr<GlobalBatch> BatchLoader::next() {
   lock.unlock();
   impl_->may_fill.notify_all();
   if (!slot.error.ok()) return slot.error;
-  return GlobalBatch{step, std::move(slot.samples), std::move(slot.indices)};
+  return GlobalBatch{step, std::move(slot.samples), std::move(slot.indices), std::move(slot.encoders)};
 }
 
 size_t BatchLoader::steps_ahead() const {

@@ -56,38 +56,60 @@ struct PrepareOptions {
   std::string augment = "none";
   uint64_t seed = 0;
   int64_t max_length = 0;  // tokens; must be > 0
+  // Which images are decoded; of the others only the headers are read, and they have their grid but no patches. Empty:
+  // all.
+  std::vector<bool> decode = {};
 };
 absl::StatusOr<Prompt> prepare_sample(const RawSample& sample, const PromptBuilder& prompts,
                                       const PrepareOptions& options, int64_t position, ImageCache* images = nullptr);
 
-// About what a sample costs, in tokens: of its text by its length, of its images by the sizes that their headers tell.
-// Reads no more of the files. An image that cannot be read is an error: ranks that see other costs would deal out other
-// samples.
-absl::StatusOr<double> estimate_cost(const RawSample& sample, const PromptBuilder& prompts);
+// What ranks deal samples and images out by. Of the images only the headers are read; one that cannot be read is an
+// error: ranks that see other costs would deal out otherwise.
+struct SampleCost {
+  double tokens = 0;            // about: of the text by its length, and of the images
+  std::vector<double> patches;  // of each image
+};
+absl::StatusOr<SampleCost> estimate_cost(const RawSample& sample, const PromptBuilder& prompts);
 
-// The samples of one step that one replica trains on, in order; a micro batch is a run of `micro_batch` of them.
+// Where the vision encoder has ranks of its own: these encode in `groups` (each its tensor ranks, 1 or more), of which
+// `group` is this rank's; −1: it encodes nothing. groups 0: there are none.
+struct EncoderShare {
+  int64_t groups = 0, group = -1;
+  // What a rank decodes of a sample whose images these groups encode: PrepareOptions::decode.
+  std::vector<bool> decode(const std::vector<int64_t>& encoders) const;
+};
+// The encoder group of each sample's images, so that patches are even: of a micro batch's samples, onto the `load`
+// that earlier ones have put on the groups.
+std::vector<std::vector<int64_t>> deal_images(const std::vector<SampleCost>& samples, std::vector<double>& load);
+
+// The samples of one step that a rank has, in order; a micro batch is a run of `micro_batch` of them.
 struct GlobalBatch {
   int64_t step = 0;
   std::vector<Prompt> samples;
   std::vector<int64_t> indices;  // in the data set, of all replicas' samples, in the order of their places
+  std::vector<std::vector<int64_t>> encoders = {};  // of each: the group of encoder ranks of each image, by image_index
 };
 
 // Which samples of a global batch are a replica's: micro batches are dealt out in turn, so that micro batch m of the
 // whole batch is the same samples whatever the number of replicas.
 struct BatchShare {
   int64_t micro_batch = 1;
-  int64_t replica = 0, replicas = 1;
-  bool has(int64_t place) const { return place / micro_batch % replicas == replica; }
+  int64_t replica = 0, replicas = 1;  // replica −1: all samples, for an encoder rank that serves all replicas
+  bool has(int64_t place) const { return replica < 0 || place / micro_batch % replicas == replica; }
   // The place among its own.
   int64_t own_place(int64_t place) const {
-    return place / (micro_batch * replicas) * micro_batch + place % micro_batch;
+    return replica < 0 ? place : place / (micro_batch * replicas) * micro_batch + place % micro_batch;
   }
+  // Whose the sample at a place among its own is.
+  int64_t replica_of(int64_t own) const { return replica < 0 ? own / micro_batch % replicas : replica; }
+  int64_t own_samples(int64_t global_batch) const { return replica < 0 ? global_batch : global_batch / replicas; }
 };
 
 struct LoaderOptions {
   PrepareOptions prepare;
   int64_t global_batch = 16;  // with more than one replica a multiple of micro_batch · replicas
   BatchShare share;           // only these are prepared
+  EncoderShare encoders;      // with groups, images are dealt out over these, and only this rank's decoded
   // Samples change places inside a global batch so that replicas and micro batches have about the same to compute.
   // Which samples a step has, and how each is augmented, stays.
   bool balance = false;

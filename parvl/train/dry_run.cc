@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "parvl/base/file.h"
+#include "parvl/plan/balance.h"
 
 namespace parvl {
 namespace {
@@ -78,16 +79,24 @@ StepMicrobatches largest_microbatches(const Layout& layout) {
   StepMicrobatch one;
   one.tokens = data.micro_batch * data.max_length;
   one.targets = std::max<int64_t>(1, one.tokens - data.micro_batch);
-  if (layout.model().vision) {
-    const int64_t groups = layout.replica_ranks() / layout.cut("vision_encoder").ranks, side = image_side(layout);
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t images = data.micro_batch / groups + (group < data.micro_batch % groups ? 1 : 0);
-      one.patches.push_back(images * side * side);
+  const int64_t count = data.global_batch / (data.micro_batch * layout.replicas());
+  StepMicrobatches out(static_cast<size_t>(layout.replicas()),
+                       std::vector<StepMicrobatch>(static_cast<size_t>(count), one));
+  if (!layout.model().vision) return out;
+  const auto groups = static_cast<size_t>(layout.encoding_ranks() / layout.cut("vision_encoder").ranks);
+  const int64_t side = image_side(layout);
+  const std::vector<double> images(static_cast<size_t>(data.micro_batch), static_cast<double>(side * side));
+  std::vector<double> load(groups, 0);
+  for (int64_t turn = 0; turn < count; ++turn) {
+    for (std::vector<StepMicrobatch>& replica : out) {
+      std::vector<int64_t>& patches = replica[static_cast<size_t>(turn)].patches;
+      patches.assign(groups, 0);
+      // Only an encoder's own ranks make up for what earlier micro batches left uneven.
+      if (!layout.encoder_apart()) load.assign(groups, 0);
+      for (const int64_t group : spread_onto(images, load)) patches[static_cast<size_t>(group)] += side * side;
     }
   }
-  const int64_t count = data.global_batch / (data.micro_batch * layout.replicas());
-  return StepMicrobatches(static_cast<size_t>(layout.replicas()),
-                          std::vector<StepMicrobatch>(static_cast<size_t>(count), one));
+  return out;
 }
 
 absl::StatusOr<DryRun> dry_run(const Recipe& recipe) {

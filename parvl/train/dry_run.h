@@ -16,7 +16,8 @@ struct DryRun {
 
 // Micro batches at their largest, since the data is not read: `micro_batch` samples of data.max_length tokens, all but
 // the first of them to learn, and where the model takes images each with one of 32 × 32 patches (less where these would
-// be more tokens than a sample has). Images are dealt out as share_images does with equal ones.
+// be more tokens than a sample has). Images are dealt out as share_images or deal_images does
+// with equal ones.
 StepMicrobatches largest_microbatches(const Layout& layout);
 
 // InvalidArgument as training would say it; see Layout::create.

@@ -49,6 +49,7 @@ absl::StatusOr<Layout> Layout::create(const ModelSpec& model, const Recipe& reci
     out.settings_.push_back(settings_of(recipe, names_of(param), param.is_matrix()));
   }
   if (!out.trains("")) return nothing_trains();
+  out.find_what_trains();
   PARVL_RETURN_IF_ERROR(out.deal_out());
   return out;
 }
@@ -60,7 +61,7 @@ absl::Status Layout::deal_out() {
     for (size_t i = 0; i < params_.size(); ++i) {
       const ParamSpec& param = params_[i];
       const ModuleMesh& mesh = *mesh_.find(param.module);
-      if (!on_stage(param, stage(rank))) continue;
+      if (!mesh.grid.contains(rank) || !on_stage(param, stage(rank))) continue;
       const absl::StatusOr<HeldPart> held = held_part(param, mesh.grid.size("tp"), mesh.grid.coordinate(rank, "tp"));
       PARVL_RETURN_IF_ERROR(with_context(held.status(), "parallel"));
       const ParamSettings& settings = settings_[i];
@@ -77,7 +78,27 @@ absl::Status Layout::deal_out() {
   return absl::OkStatus();
 }
 
+int64_t Layout::stage_of(int64_t rank) const {
+  return backbone().grid.contains(rank) ? backbone().grid.coordinate(rank, "pp") : kEncoderStage;
+}
+
+int64_t Layout::replica_of(int64_t rank) const {
+  return backbone().grid.contains(rank) ? backbone().grid.coordinate(rank, "dp") : -1;
+}
+
+bool Layout::encoder_apart() const {
+  const ModuleMesh* encoder = mesh_.find(kVision);
+  return encoder != nullptr && encoder->own_ranks;
+}
+
+int64_t Layout::encoding_ranks() const { return encoder_apart() ? mesh_.find(kVision)->grid.size() : replica_ranks(); }
+
+StagePart Layout::part_of_stage(int64_t stage) const {
+  return stage == kEncoderStage ? StagePart() : stages_[static_cast<size_t>(stage)];
+}
+
 int64_t Layout::place_of(int64_t rank) const {
+  if (stage_of(rank) == kEncoderStage) return rank - mesh_.find(kVision)->grid.first();
   return backbone().grid.coordinate(rank, "tp") + backbone().grid.size("tp") * stage_of(rank);
 }
 
@@ -107,7 +128,21 @@ bool Layout::trains(const std::string& prefix) const {
   return false;
 }
 
-bool Layout::vision_trained() const { return trains("vision_encoder.") || trains("projector."); }
+void Layout::find_what_trains() {
+  vision_trained_ = trains("vision_encoder.") || trains("projector.");
+  if (model_.vision) {
+    vision_pieces_.push_back(trains("vision_encoder.patch_embed."));
+    for (int64_t i = 0; i < model_.vision->layers; ++i) {
+      vision_pieces_.push_back(trains(absl::StrCat("vision_encoder.blocks.", i, ".")));
+    }
+    vision_pieces_.push_back(trains("projector."));
+  }
+  backbone_pieces_.push_back(trains(kEmbedding));
+  for (int64_t i = 0; i < model_.backbone.layers; ++i) {
+    backbone_pieces_.push_back(trains(absl::StrCat("llm_backbone.layers.", i, ".")));
+  }
+  backbone_pieces_.push_back(trains("llm_backbone.norm.") || trains(kHead));
+}
 
 bool Layout::stage_trains(int64_t stage) const {
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -127,18 +162,10 @@ int64_t Layout::tied_values(int64_t rank) const {
 }
 
 Layout::Pieces Layout::pieces(int64_t stage, const StepMicrobatch& microbatch) const {
-  std::vector<bool> trained;
   const int64_t blocks = microbatch.has_images() ? model_.vision->layers : 0;
-  if (microbatch.has_images()) {
-    trained.push_back(trains("vision_encoder.patch_embed."));
-    for (int64_t i = 0; i < blocks; ++i) trained.push_back(trains(absl::StrCat("vision_encoder.blocks.", i, ".")));
-    trained.push_back(trains("projector."));
-  }
-  trained.push_back(trains(kEmbedding));
-  for (int64_t i = 0; i < model_.backbone.layers; ++i) {
-    trained.push_back(trains(absl::StrCat("llm_backbone.layers.", i, ".")));
-  }
-  trained.push_back(trains("llm_backbone.norm.") || trains(kHead));
+  std::vector<bool> trained;
+  if (microbatch.has_images()) trained = vision_pieces_;
+  trained.insert(trained.end(), backbone_pieces_.begin(), backbone_pieces_.end());
   const std::vector<PieceBackward> all = plan_backward(trained);
   Pieces out;
   const auto embedding = all.begin() + (microbatch.has_images() ? blocks + 2 : 0);
@@ -146,7 +173,7 @@ Layout::Pieces Layout::pieces(int64_t stage, const StepMicrobatch& microbatch) c
     out.vision.assign(all.begin(), all.begin() + blocks + 1);
     out.projector = all[static_cast<size_t>(blocks) + 1];
   }
-  const StagePart& part = stages_[static_cast<size_t>(stage)];
+  const StagePart part = part_of_stage(stage);
   if (part.embedding) out.stage.push_back(*embedding);
   const auto first = embedding + 1 + part.first_layer;
   out.stage.insert(out.stage.end(), first, first + part.layers);
@@ -164,24 +191,36 @@ std::vector<int64_t> Layout::merged_rows(const StepMicrobatch& microbatch) const
   return out;
 }
 
-absl::StatusOr<PipelineSchedule> Layout::schedule(const std::vector<StepMicrobatch>& microbatches) const {
+StepMicrobatches Layout::microbatches_of(int64_t rank, const StepMicrobatches& all) const {
+  const int64_t replica = replica_of(rank);
+  return replica < 0 ? all : StepMicrobatches{all[static_cast<size_t>(replica)]};
+}
+
+absl::StatusOr<PipelineSchedule> Layout::schedule(const StepMicrobatches& replicas) const {
   PipelineShape shape;
   shape.stages = stages();
-  const bool encodes = model_.vision && stages() > 1;
-  shape.encoder = encodes ? EncoderPlace::kAllRanks : EncoderPlace::kNone;
+  shape.replicas = static_cast<int64_t>(replicas.size());
+  const bool apart = encoder_apart(), encodes = model_.vision && (stages() > 1 || apart);
+  shape.encoder = apart ? EncoderPlace::kOwnRanks : encodes ? EncoderPlace::kAllRanks : EncoderPlace::kNone;
+  shape.encoder_ranks = apart ? encoding_ranks() / cut(kVision).ranks : 0;
   shape.encoder_trained = encodes && vision_trained();
   for (int64_t s = 0; s < stages(); ++s) {
-    shape.stage_trained.push_back(stage_trains(s) || (stages() == 1 && vision_trained()));
+    shape.stage_trained.push_back(stage_trains(s) || (!encodes && vision_trained()));
   }
   shape.tied = model_.backbone.tied && trains(kEmbedding);
-  for (const StepMicrobatch& microbatch : microbatches) {
-    Microbatch& one = shape.microbatches.emplace_back();
-    if (!encodes) continue;
-    const std::vector<int64_t> rows = merged_rows(microbatch);
-    for (int64_t s = 0; s < stages() && !rows.empty(); ++s) {
-      const int64_t a_stage = replica_ranks() / stages();
-      const auto first = rows.begin() + s * a_stage;
-      if (std::any_of(first, first + a_stage, [](int64_t count) { return count > 0; })) one.encoders.push_back(s);
+  // Each encoder of the schedule is so many ranks of those that encode: a stage, or a group of the encoder's own.
+  const int64_t together = apart ? cut(kVision).ranks : replica_ranks() / stages();
+  for (int64_t replica = 0; replica < shape.replicas; ++replica) {
+    for (const StepMicrobatch& microbatch : replicas[static_cast<size_t>(replica)]) {
+      Microbatch& one = shape.microbatches.emplace_back();
+      one.replica = replica;
+      if (!encodes) continue;
+      const std::vector<int64_t> rows = merged_rows(microbatch);
+      for (size_t first = 0; first < rows.size(); first += static_cast<size_t>(together)) {
+        const auto begin = rows.begin() + static_cast<int64_t>(first);
+        const bool any = std::any_of(begin, begin + together, [](int64_t count) { return count > 0; });
+        if (any) one.encoders.push_back(static_cast<int64_t>(first) / together);
+      }
     }
   }
   return make_1f1b(shape);
@@ -199,33 +238,52 @@ absl::StatusOr<RankBytes> Layout::bytes(int64_t rank, const StepMicrobatches& mi
     out.gradients += values * wide;
     out.optimizer += values / parts * states * wide;
   }
-  PARVL_ASSIGN_OR_RETURN(out.activations, activations(rank, microbatches[static_cast<size_t>(replica_of(rank))]));
+  PARVL_ASSIGN_OR_RETURN(out.activations, activations(rank, microbatches_of(rank, microbatches)));
   return out;
 }
 
-absl::StatusOr<int64_t> Layout::activations(int64_t rank, const std::vector<StepMicrobatch>& microbatches) const {
-  PARVL_ASSIGN_OR_RETURN(const PipelineSchedule one, schedule(microbatches));
+int64_t Layout::image_activations(int64_t rank, const StepMicrobatch& microbatch) const {
+  const std::vector<int64_t> merged = merged_rows(microbatch);
+  const TensorCut encoder = cut(kVision), projector = cut(kProjector);
+  const int64_t place = place_of(rank), first = place / projector.ranks * projector.ranks;
+  VisionRows vision;
+  vision.patches = microbatch.patches[static_cast<size_t>(place / encoder.ranks)];
+  if (replica_ranks() > 1 && !encoder_apart()) vision.given = merged[static_cast<size_t>(place)];
+  for (int64_t i = 0; i < projector.ranks; ++i) vision.merged += merged[static_cast<size_t>(first + i)];
+  return vision_activations(model_, vision, encoder, projector);
+}
+
+absl::StatusOr<int64_t> Layout::activations(int64_t rank, const StepMicrobatches& replicas) const {
+  PARVL_ASSIGN_OR_RETURN(const PipelineSchedule one, schedule(replicas));
   const TensorCut llm = cut(kBackbone);
   HeldActivations held;
+  if (stage_of(rank) == kEncoderStage) {
+    held.live = one.ranks[static_cast<size_t>(one.encoder_rank(place_of(rank) / cut(kVision).ranks))].max_live_encoded;
+    for (const std::vector<StepMicrobatch>& replica : replicas) {
+      for (const StepMicrobatch& microbatch : replica) {
+        if (!microbatch.has_images() || !vision_trained()) continue;
+        held.microbatch = std::max(held.microbatch, image_activations(rank, microbatch));
+      }
+    }
+    return held.total();
+  }
   held.live = one.ranks[static_cast<size_t>(stage_of(rank))].max_live;
-  for (const StepMicrobatch& microbatch : microbatches) {
+  for (const StepMicrobatch& microbatch : replicas[0]) {
     const Pieces here = pieces(stage_of(rank), microbatch);
     const std::vector<int64_t> merged = merged_rows(microbatch);
     const MicrobatchRows rows{microbatch.tokens, std::accumulate(merged.begin(), merged.end(), int64_t{0}),
                               microbatch.targets};
-    held.microbatch = std::max(held.microbatch, stage_activations(model_.backbone, stage(rank), here.stage, rows, llm));
+    int64_t kept = stage_activations(model_.backbone, stage(rank), here.stage, rows, llm);
+    // The embeddings as they came, and in the order of the images.
+    const bool images_come = encoder_apart() && stage(rank).embedding && vision_trained();
+    if (images_come) kept += rows.visual_tokens * model_.backbone.hidden * dtype_bytes(dtype_);
+    held.microbatch = std::max(held.microbatch, kept);
     if (stage(rank).head) held.loss = std::max(held.loss, loss_activations(model_.backbone, rows, llm));
     if (llm.recompute) {
       held.layer = std::max(held.layer, layer_activations(model_.backbone, rows.tokens, {llm.ranks, llm.value, false}));
     }
-    if (!microbatch.has_images() || !vision_trained()) continue;
-    const TensorCut encoder = cut(kVision), projector = cut(kProjector);
-    const int64_t place = place_of(rank), first = place / projector.ranks * projector.ranks;
-    VisionRows vision;
-    vision.patches = microbatch.patches[static_cast<size_t>(place / encoder.ranks)];
-    if (replica_ranks() > 1) vision.given = merged[static_cast<size_t>(place)];
-    for (int64_t i = 0; i < projector.ranks; ++i) vision.merged += merged[static_cast<size_t>(first + i)];
-    const int64_t images = vision_activations(model_, vision, encoder, projector);
+    if (!microbatch.has_images() || !vision_trained() || encoder_apart()) continue;
+    const int64_t images = image_activations(rank, microbatch);
     // Several stages encode all images first and go back last.
     held.images = stages() > 1 ? held.images + images : std::max(held.images, images);
   }

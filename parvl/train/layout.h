@@ -31,7 +31,8 @@ struct RankPart {
 // One micro batch, as far as formulas need it.
 struct StepMicrobatch {
   int64_t tokens = 0, targets = 0;
-  std::vector<int64_t> patches;  // of the images of each of the replica's encoder groups; empty: it has no image
+  // Of the images of each encoder group, the replica's or the encoder's own; empty: it has no image.
+  std::vector<int64_t> patches;
   bool has_images() const { return !patches.empty(); }
 };
 using StepMicrobatches = std::vector<std::vector<StepMicrobatch>>;  // of each replica; each has a token to learn
@@ -54,14 +55,18 @@ class Layout {
   const Recipe& recipe() const { return recipe_; }
   const MeshPlan& mesh() const { return mesh_; }
   const RankPart& part(int64_t rank) const { return ranks_[static_cast<size_t>(rank)]; }
-  const StagePart& stage(int64_t rank) const { return stages_[static_cast<size_t>(stage_of(rank))]; }
+  StagePart stage(int64_t rank) const { return part_of_stage(stage_of(rank)); }
   int64_t stages() const { return static_cast<int64_t>(stages_.size()); }
-  int64_t stage_of(int64_t rank) const { return backbone().grid.coordinate(rank, "pp"); }
-  int64_t replica_of(int64_t rank) const { return backbone().grid.coordinate(rank, "dp"); }
+  // Of a rank that the vision encoder has for itself: kEncoderStage, and replica −1.
+  int64_t stage_of(int64_t rank) const;
+  int64_t replica_of(int64_t rank) const;
   int64_t replicas() const { return backbone().grid.size("dp"); }
-  // Its place among its replica's ranks.
+  bool encoder_apart() const;  // it has ranks of its own
+  // Its place among its replica's ranks, or the encoder's own.
   int64_t place_of(int64_t rank) const;
   int64_t replica_ranks() const { return backbone().grid.size("tp") * stages(); }
+  // Ranks among which a micro batch's images are dealt out: the replica's, or the encoder's own.
+  int64_t encoding_ranks() const;
   const ModuleMesh& backbone() const { return mesh_.modules.front(); }
 
   DType dtype() const { return dtype_; }
@@ -74,27 +79,34 @@ class Layout {
   int64_t padded(const FlatTensor& tensor) const;
 
   // Of one micro batch, as SegmentList derives them: what each piece's backward computes. Empty `vision`: no images.
+  // Empty `stage`: kEncoderStage.
   struct Pieces {
     std::vector<PieceBackward> vision;  // patch embedding, blocks
     PieceBackward projector;
     std::vector<PieceBackward> stage;  // as backbone_tensor_traffic wants them
   };
   Pieces pieces(int64_t stage, const StepMicrobatch& microbatch) const;
-  bool vision_trained() const;
+  bool vision_trained() const { return vision_trained_; }
   // The tied embedding's values on a rank, where its gradient is summed over the first and the last stage.
   int64_t tied_values(int64_t rank) const;
-  // Of one replica. The images' work is its own only with several stages.
-  absl::StatusOr<PipelineSchedule> schedule(const std::vector<StepMicrobatch>& microbatches) const;
-  // Merged rows of each rank of a replica.
+  // Of one replica; or, for an encoder's own ranks, of all. The images' work is its own only with several stages or
+  // an encoder apart.
+  absl::StatusOr<PipelineSchedule> schedule(const StepMicrobatches& replicas) const;
+  // The micro batches that a rank has to do with: its replica's, or all of them.
+  StepMicrobatches microbatches_of(int64_t rank, const StepMicrobatches& all) const;
+  // Merged rows of each rank that encodes.
   std::vector<int64_t> merged_rows(const StepMicrobatch& microbatch) const;
 
   absl::StatusOr<RankBytes> bytes(int64_t rank, const StepMicrobatches& microbatches) const;
 
  private:
   absl::Status deal_out();
+  void find_what_trains();
   bool trains(const std::string& prefix) const;
   bool stage_trains(int64_t stage) const;
-  absl::StatusOr<int64_t> activations(int64_t rank, const std::vector<StepMicrobatch>& microbatches) const;
+  StagePart part_of_stage(int64_t stage) const;
+  absl::StatusOr<int64_t> activations(int64_t rank, const StepMicrobatches& replicas) const;
+  int64_t image_activations(int64_t rank, const StepMicrobatch& microbatch) const;
 
   ModelSpec model_;
   Recipe recipe_;
@@ -103,6 +115,9 @@ class Layout {
   std::vector<StagePart> stages_;
   std::vector<ParamSpec> params_;
   std::vector<ParamSettings> settings_;  // of each
+  // Whether each piece trains: the encoder's with the projector, and the backbone's.
+  std::vector<bool> vision_pieces_, backbone_pieces_;
+  bool vision_trained_ = false;
   std::vector<RankPart> ranks_;
 };
 

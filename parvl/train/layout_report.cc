@@ -18,7 +18,7 @@ class Report {
 
   absl::StatusOr<std::vector<GroupTraffic>> rows() {
     for (const std::vector<StepMicrobatch>& replica : microbatches_) {
-      PARVL_ASSIGN_OR_RETURN(schedules_.emplace_back(), layout_.schedule(replica));
+      PARVL_ASSIGN_OR_RETURN(schedules_.emplace_back(), layout_.schedule({replica}));
     }
     for (const GroupSpec& group : layout_.mesh().groups) {
       const size_t dot = group.name.find('.');
@@ -27,8 +27,9 @@ class Report {
       if (module == "world") add(group, group.ranks, world_traffic(layout_.mesh().world));
       if (rest.starts_with("tp[")) tensor(group, module);
       if (rest.starts_with("data[")) data(group, module);
+      if (rest.starts_with("images.")) image_messages(group);
       if (module != "llm_backbone") continue;
-      if (rest.starts_with("model[")) images(group);
+      if (rest.starts_with("model[") && !layout_.encoder_apart()) images(group);
       if (rest.starts_with("tied[")) tied(group);
       if (rest.starts_with("pp[")) messages(group, rest);
     }
@@ -59,9 +60,11 @@ class Report {
   void tensor(const GroupSpec& group, const std::string& module) {
     const int64_t rank = group.ranks.front();
     std::vector<Traffic> all;
-    for (const StepMicrobatch& microbatch : microbatches_of(rank)) {
-      const std::vector<Traffic> one = rows_of(module, rank, microbatch);
-      all.insert(all.end(), one.begin(), one.end());
+    for (const std::vector<StepMicrobatch>& replica : layout_.microbatches_of(rank, microbatches_)) {
+      for (const StepMicrobatch& microbatch : replica) {
+        const std::vector<Traffic> one = rows_of(module, rank, microbatch);
+        all.insert(all.end(), one.begin(), one.end());
+      }
     }
     std::vector<SharedTensor> shared;
     for (const FlatTensor& tensor : layout_.part(rank).trained) {
@@ -105,6 +108,24 @@ class Report {
       all.insert(all.end(), one.begin(), one.end());
     }
     add(group, group.ranks, add_up(all));
+  }
+
+  // The pair of a first stage's rank and an encoder's own, one direction: "images.4>0".
+  void image_messages(const GroupSpec& group) {
+    const int64_t llm = group.ranks[0], encoder = group.ranks[1];
+    const bool back = group.name == image_group(llm, encoder);
+    if (back && !layout_.vision_trained()) return;
+    const std::vector<StageTensor> tensors = stage_tensors(layout_.model(), kEncoderStage, layout_.dtype());
+    Traffic all{TrafficKind::kSend, 0, 0, 0};
+    for (const StepMicrobatch& microbatch : microbatches_of(llm)) {
+      if (!microbatch.has_images()) continue;
+      const int64_t rows = layout_.merged_rows(microbatch)[static_cast<size_t>(layout_.place_of(encoder))];
+      const int64_t bytes = message_bytes(stage_messages(tensors, {microbatch.tokens, rows, 0}, 1, 0));
+      all.calls += bytes > 0 ? 1 : 0;  // one without rows is not sent
+      all.bytes += bytes;
+    }
+    all.sent = all.bytes;
+    add(group, back ? std::vector<int64_t>{llm, encoder} : std::vector<int64_t>{encoder, llm}, {all});
   }
 
   void tied(const GroupSpec& group) {

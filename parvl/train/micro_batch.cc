@@ -5,20 +5,26 @@
 namespace parvl {
 
 MicroBatch make_micro_batch(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
-                            const RunRanks& ranks) {
+                            const RunRanks& ranks, const std::vector<int64_t>& encoders) {
   MicroBatch out;
+  out.device = device;
   out.grids = grids_of(sequences);
-  if (ranks.replica() != nullptr && !out.grids.empty()) {
+  if ((ranks.encoder_apart() || ranks.replica() != nullptr) && !out.grids.empty()) {
     out.share = share_images(ranks.vision_layout(), out.grids, model.spec().vision->merge,
-                             model.vision_encoder()->raster(out.grids));
-    out.replica = TensorParallel(ranks.replica());
+                             model.vision_encoder()->raster(out.grids), encoders);
+    if (!ranks.encoder_apart()) out.replica = TensorParallel(ranks.replica());
   }
-  out.packed = pack(model, sequences, device, nullptr, out.share ? &out.share->images : nullptr);
+  const std::vector<int64_t> none, *images = out.share ? &out.share->images : nullptr;
+  if (ranks.is_encoder()) {
+    out.packed = pack_images(model, sequences, device, images);
+  } else {
+    out.packed = pack(model, sequences, device, nullptr, ranks.encoder_apart() ? &none : images);
+  }
   return out;
 }
 
 std::vector<Piece> vision_pieces(const Model& model, const MicroBatch& batch, Bundle& bundle) {
-  const at::Device device = batch.packed.backbone.ids.device();
+  const at::Device device = batch.device;
   std::vector<Piece> out;
   VisionBatch vision;
   if (batch.packed.grids.empty()) {  // others have images
@@ -42,11 +48,11 @@ Bundle no_visual(const Model& model, at::Device device) {
   return {{"visual", at::empty({0, model.spec().backbone.hidden}, options)}};
 }
 
-Piece exchange_piece(const MicroBatch& batch, at::Device device) {
+Piece exchange_piece(const MicroBatch& batch) {
   return {"visual_exchange",
           {},
           [replica = batch.replica, rows = batch.share->replica,
-           order = to_device(batch.share->order, device)](const Bundle& in) {
+           order = to_device(batch.share->order, batch.device)](const Bundle& in) {
             return Bundle{{"visual", replica.gather_rows(in.at("visual"), rows).index_select(0, order)}};
           }};
 }

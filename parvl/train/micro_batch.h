@@ -13,22 +13,26 @@ namespace parvl {
 
 // What forward and backward of some sequences need.
 struct MicroBatch {
-  PackedBatch packed;
+  at::Device device = at::kCPU;
+  PackedBatch packed;       // of an encoder's own rank the images alone
   std::vector<Grid> grids;  // of all images of the sequences
-  // With the images dealt out over the replica's ranks (`packed` has this rank's): who has what, and these ranks.
+  // With the images dealt out over ranks (`packed` has this rank's): who has what; and, where these are the replica's,
+  // them.
   std::optional<VisionShare> share;
   TensorParallel replica;
 };
-// All ranks of a replica make it of the same sequences.
+// All ranks of a replica make it of the same sequences, and so does an encoder's own rank. `encoders`: the group of
+// encoder ranks of each of grids_of, where it has ranks of its own.
 MicroBatch make_micro_batch(const Model& model, const std::vector<SequenceInput>& sequences, at::Device device,
-                            const RunRanks& ranks);
+                            const RunRanks& ranks, const std::vector<int64_t>& encoders = {});
 
 // From what it puts into `bundle` to "visual", for a batch that has images: of those that are encoded here.
 std::vector<Piece> vision_pieces(const Model& model, const MicroBatch& batch, Bundle& bundle);
 // "visual" of a rank that encodes no image.
 Bundle no_visual(const Model& model, at::Device device);
 // Every rank's "visual" to all ranks of the replica, in the order of the batch's images. Where `batch.share` is set.
-Piece exchange_piece(const MicroBatch& batch, at::Device device);
+// With an encoder on ranks of its own, whose rows came as messages, only the order.
+Piece exchange_piece(const MicroBatch& batch);
 
 // Whether a piece reads any trained parameter, also where another rank holds it.
 bool has_trained_params(const ParamTable& params, const Piece& piece);

@@ -1,10 +1,12 @@
 #include "parvl/train/pipeline_run.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "parvl/base/check.h"
 #include "parvl/nn/tensor_buffer.h"
+#include "parvl/train/stage_messages.h"
 
 namespace parvl {
 namespace {
@@ -19,47 +21,23 @@ std::vector<Piece> stage_pieces(const Model& model, const StagePart& part, const
   return out;
 }
 
-// An empty tensor for what the stage before sends: this rank's rows.
-at::Tensor hidden_like(const Model& model, const PackedBatch& packed) {
-  const TensorParallel& ranks = model.params().ranks(Module::kBackbone);
-  const RowSplit rows = ranks.split(packed.tokens);
-  const int64_t own = ranks.alone() ? packed.tokens : rows.counts[static_cast<size_t>(ranks.rank())];
-  return at::empty({own, model.spec().backbone.hidden},
-                   at::TensorOptions().dtype(pixel_type(model)).device(packed.backbone.ids.device()));
+at::Tensor empty_rows(const Model& model, int64_t rows, at::Device device) {
+  return at::empty({rows, model.spec().backbone.hidden}, at::TensorOptions().dtype(pixel_type(model)).device(device));
 }
 
-// Messages between neighbouring stages. One is posted when the one before it in its channel has arrived, so that a rank
-// which waits for nobody does not fill the memory with what it sends.
-class StageMessages {
- public:
-  explicit StageMessages(const RunRanks& ranks) : ranks_(ranks) {}
+// An empty tensor for what the stage before sends: this rank's rows.
+at::Tensor hidden_like(const Model& model, const MicroBatch& batch) {
+  const TensorParallel& ranks = model.params().ranks(Module::kBackbone);
+  const RowSplit rows = ranks.split(batch.packed.tokens);
+  const int64_t own = ranks.alone() ? batch.packed.tokens : rows.counts[static_cast<size_t>(ranks.rank())];
+  return empty_rows(model, own, batch.device);
+}
 
-  void send(const at::Tensor& tensor, int64_t to) {
-    if (tensor.numel() == 0) return;  // the receiver knows
-    ProcessGroup* group = ranks_.between_stages(ranks_.stage(), to);
-    Sent& last = sent_[group];
-    if (last.work != nullptr) wait(last.work);
-    last.tensor = tensor.contiguous();
-    last.work = group->send(buffer_of(last.tensor), to > ranks_.stage() ? 1 : 0);
-  }
-  at::Tensor receive(const at::Tensor& into, int64_t from) {
-    if (into.numel() == 0) return into;
-    wait(ranks_.between_stages(from, ranks_.stage())->receive(buffer_of(into), from > ranks_.stage() ? 1 : 0));
-    return into;
-  }
-  void finish() {
-    for (auto& [group, sent] : sent_) wait(sent.work);
-    sent_.clear();
-  }
-
- private:
-  struct Sent {
-    at::Tensor tensor;
-    std::unique_ptr<Work> work;
-  };
-  const RunRanks& ranks_;
-  std::map<ProcessGroup*, Sent> sent_;
-};
+// The groups of an encoder's own ranks that have any of a micro batch's images, ascending.
+std::vector<int64_t> groups_with_images(const std::vector<int64_t>& encoders) {
+  const std::set<int64_t> groups(encoders.begin(), encoders.end());
+  return {groups.begin(), groups.end()};
+}
 
 // What a rank holds of a micro batch that is under way.
 struct Live {
@@ -69,6 +47,12 @@ struct Live {
   Bundle in, out, grad;  // of the stage: its input, its output, and the gradient that comes or goes
   Bundle features_grad;
   bool stage_is_done = false;
+};
+
+// The gradient of a stage's input; where that is "visual" of an encoder's own ranks, how its rows lie on these.
+struct Upstream {
+  Bundle grad;
+  RowSplit visual;
 };
 
 Bundle forward(std::vector<Segment>& segments, Bundle bundle) {
@@ -104,7 +88,7 @@ class PipelineRun {
     const absl::StatusOr<PipelineSchedule> schedule = make_1f1b(shape());
     PARVL_CHECK(schedule.ok(), std::string(schedule.status().message()).c_str());
     shape_ = &schedule->shape;
-    for (const Action& action : schedule->ranks[static_cast<size_t>(ranks_.stage())].actions) {
+    for (const Action& action : schedule->ranks[static_cast<size_t>(own_rank(*schedule))].actions) {
       const double begin = options_.record == nullptr ? 0 : options_.clock->now_seconds();
       perform(action);
       if (options_.record != nullptr) options_.record->push_back({action, begin, options_.clock->now_seconds()});
@@ -114,26 +98,38 @@ class PipelineRun {
   }
 
  private:
-  bool one_stage() const { return ranks_.stages() == 1; }
-
   // With one stage the images belong to its forward, so that not all micro batches' features are held at once.
+  bool vision_in_stage() const { return ranks_.stages() == 1 && !ranks_.encoder_apart(); }
+
+  int64_t own_rank(const PipelineSchedule& schedule) const {
+    if (ranks_.is_encoder()) return schedule.encoder_rank(ranks_.encoder_share().group);
+    return schedule.rank_of(ranks_.encoder_apart() ? ranks_.share(1).replica : 0, ranks_.stage());
+  }
+
+  // An LLM's rank knows its own replica's micro batches, and needs no others: of those it has nothing to do.
   PipelineShape shape() const {
     PipelineShape out;
     out.stages = ranks_.stages();
+    const bool apart = ranks_.encoder_apart();
+    if (apart) out.replicas = ranks_.share(1).replicas;
     const ParamTable& params = model_.params();
     const auto trained = [&](const std::string& prefix) { return has_trained_params(params, {"", {prefix}, {}}); };
     const bool vision_trained = trained("vision_encoder.") || trained("projector.");
     for (int64_t s = 0; s < out.stages; ++s) {
-      out.stage_trained.push_back(ranks_.trains(params, s) || (one_stage() && vision_trained));
+      out.stage_trained.push_back(ranks_.trains(params, s) || (vision_in_stage() && vision_trained));
     }
     out.tied = model_.spec().backbone.tied && params.find("llm_backbone.embed.weight")->trains;
-    const bool encodes = !one_stage() && model_.vision_encoder() != nullptr;
-    out.encoder = encodes ? EncoderPlace::kAllRanks : EncoderPlace::kNone;
+    const bool encodes = !vision_in_stage() && model_.vision_encoder() != nullptr;
+    out.encoder = apart ? EncoderPlace::kOwnRanks : encodes ? EncoderPlace::kAllRanks : EncoderPlace::kNone;
+    out.encoder_ranks = ranks_.encoder_share().groups;
     out.encoder_trained = encodes && vision_trained;
-    for (const std::vector<Grid>& grids : options_.grids) {
-      Microbatch microbatch;
-      if (encodes && !grids.empty()) microbatch.encoders = stages_with_images(grids);
-      out.microbatches.push_back(microbatch);
+    for (const PipelineMicrobatch& one : options_.microbatches) {
+      Microbatch& microbatch = out.microbatches.emplace_back();
+      if (apart) {
+        microbatch = {one.replica, groups_with_images(one.encoders)};
+      } else if (encodes && !one.grids.empty()) {
+        microbatch.encoders = stages_with_images(one.grids);
+      }
     }
     return out;
   }
@@ -158,24 +154,22 @@ class PipelineRun {
         return encoder ? encode(live) : forward_stage(live, action.microbatch);
       case ActionKind::kBackward:
         if (encoder) {
-          backward(live.encoder, std::move(live.features_grad));
+          backward(live.encoder, std::exchange(live.features_grad, {}));
         } else {
-          const bool last = one_stage() && action.microbatch + 1 == static_cast<int64_t>(options_.grids.size());
-          upstream_[action.microbatch] = backward(live.stage, std::exchange(live.grad, {}),
-                                                  last ? options_.is_final : decltype(options_.is_final)());
+          const bool last =
+              ranks_.stages() == 1 && action.microbatch + 1 == static_cast<int64_t>(options_.microbatches.size());
+          Upstream& upstream = upstream_[action.microbatch];
+          upstream.grad = backward(live.stage, std::exchange(live.grad, {}),
+                                   last ? options_.is_final : decltype(options_.is_final)());
+          if (live.batch.share) upstream.visual = live.batch.share->replica;
         }
         return;
       case ActionKind::kSend:
-        if (action.payload == Payload::kOutput)
-          return messages_.send(std::exchange(live.out, {}).at("hidden"), action.peer);
-        messages_.send(upstream_.at(action.microbatch).at("hidden"), action.peer);
-        upstream_.erase(action.microbatch);
-        return;
-      case ActionKind::kReceive: {
-        Bundle& to = action.payload == Payload::kOutput ? live.in : live.grad;
-        to = Bundle{{"hidden", messages_.receive(hidden_like(model_, live.batch.packed), action.peer)}};
-        return;
-      }
+        if (encoder) return messages_.send_visual(std::exchange(live.features, {}).at("visual"), replica_of(action));
+        if (action.payload == Payload::kGradient) return send_gradient(action);
+        return messages_.send(std::exchange(live.out, {}).at("hidden"), ranks_.stage() + 1);
+      case ActionKind::kReceive:
+        return action.payload == Payload::kOutput ? receive_input(live, action) : receive_gradient(live, action);
       case ActionKind::kExchange:
         return exchange(live, action.microbatch, action.payload);
       case ActionKind::kReduceTied:
@@ -192,8 +186,51 @@ class PipelineRun {
 
   Live& at(int64_t microbatch) {
     auto [found, is_new] = live_.try_emplace(microbatch);
-    if (is_new) found->second.batch = make_micro_batch(model_, options_.sequences(microbatch), device_, ranks_);
+    if (is_new) {
+      const std::vector<int64_t>& encoders = options_.microbatches[static_cast<size_t>(microbatch)].encoders;
+      found->second.batch = make_micro_batch(model_, options_.sequences(microbatch), device_, ranks_, encoders);
+    }
     return found->second;
+  }
+
+  int64_t replica_of(const Action& action) const {
+    return shape_->microbatches[static_cast<size_t>(action.microbatch)].replica;
+  }
+  // The group of encoder ranks that a first stage's message is from or to.
+  int64_t encoder_of(const Action& action) const { return action.peer - shape_->replicas * shape_->stages; }
+
+  void receive_input(Live& live, const Action& action) {
+    if (ranks_.stage() > 0) {
+      live.in = Bundle{{"hidden", hidden_like(model_, live.batch)}};
+      return messages_.receive(live.in.at("hidden"), ranks_.stage() - 1);
+    }
+    const RowSplit& rows = live.batch.share->replica;
+    if (live.in.empty()) live.in = Bundle{{"visual", empty_rows(model_, rows.total(), device_)}};
+    messages_.receive_visual(live.in.at("visual"), rows, encoder_of(action));
+  }
+
+  void receive_gradient(Live& live, const Action& action) {
+    if (ranks_.is_encoder()) {
+      const RowSplit& rows = live.batch.share->replica;
+      const auto place = static_cast<size_t>(ranks_.encoder_place(ranks_.rank()));
+      const at::Tensor like = empty_rows(model_, rows.counts[place], device_);
+      live.features_grad = Bundle{{"visual", messages_.receive_visual_grad(like, replica_of(action))}};
+      return;
+    }
+    live.grad = Bundle{{"hidden", hidden_like(model_, live.batch)}};
+    messages_.receive(live.grad.at("hidden"), ranks_.stage() + 1);
+  }
+
+  void send_gradient(const Action& action) {
+    const Upstream& upstream = upstream_.at(action.microbatch);
+    if (ranks_.stage() > 0) {
+      messages_.send(upstream.grad.at("hidden"), ranks_.stage() - 1);
+    } else {
+      messages_.send_visual_grad(upstream.grad.at("visual"), upstream.visual, encoder_of(action));
+      const Microbatch& microbatch = shape_->microbatches[static_cast<size_t>(action.microbatch)];
+      if (encoder_of(action) != microbatch.encoders.back()) return;  // another part of it is still to go
+    }
+    upstream_.erase(action.microbatch);
   }
 
   void encode(Live& live) {
@@ -209,14 +246,14 @@ class PipelineRun {
   void exchange(Live& live, int64_t microbatch, Payload payload) {
     if (payload == Payload::kGradient) {
       const auto found = upstream_.find(microbatch);  // on the first stage; others count as zero
-      live.features_grad = backward(live.exchange, found == upstream_.end() ? Bundle() : found->second);
+      live.features_grad = backward(live.exchange, found == upstream_.end() ? Bundle() : found->second.grad);
       upstream_.erase(microbatch);
       return;
     }
     if (live.features.empty()) live.features = no_visual(model_, device_);
     SegmentList list(model_.params(), options_.recompute);
     list.starts_after(shape_->encoder_trained);
-    list.add(exchange_piece(live.batch, device_));
+    list.add(exchange_piece(live.batch));
     live.exchange = list.take();
     const Bundle out = forward(live.exchange, live.features);
     if (ranks_.stage() == 0) live.in = out;
@@ -228,11 +265,13 @@ class PipelineRun {
     const StagePart& part = ranks_.part();
     const PackedBatch& packed = live.batch.packed;
     SegmentList list(model_.params(), options_.recompute);
-    if (one_stage() && !live.batch.grids.empty()) {
+    if (!vision_in_stage()) {
+      list.starts_after(stage_backward(*shape_, ranks_.stage(), microbatch).input_grad);
+    } else if (!live.batch.grids.empty()) {
       list.add_vision(model_, live.batch, live.in);
-      if (live.batch.share) list.add(exchange_piece(live.batch, device_));
     }
-    if (!one_stage()) list.starts_after(stage_backward(*shape_, ranks_.stage(), microbatch).input_grad);
+    const bool images_come = vision_in_stage() || (ranks_.encoder_apart() && part.embedding);
+    if (images_come && live.batch.share) list.add(exchange_piece(live.batch));
     list.add(stage_pieces(model_, part, packed.backbone));
     if (part.head) {
       list.add(model_.backbone().loss_piece(packed.tokens, packed.loss_rows, packed.targets, options_.scale));
@@ -248,7 +287,7 @@ class PipelineRun {
   // The micro batch goes when neither the stage nor the encoder has anything to do with it any more.
   void release(Live& live, int64_t microbatch, bool encoder) {
     (encoder ? live.encoder : live.stage).clear();
-    live.stage_is_done = live.stage_is_done || !encoder;
+    live.stage_is_done = live.stage_is_done || !encoder || ranks_.is_encoder();
     if (live.stage_is_done) live.out = {};
     if (live.stage_is_done && live.encoder.empty() && live.exchange.empty()) live_.erase(microbatch);
   }
@@ -260,10 +299,20 @@ class PipelineRun {
   StageMessages messages_;
   const PipelineShape* shape_ = nullptr;
   std::map<int64_t, Live> live_;
-  std::map<int64_t, Bundle> upstream_;  // gradients of the stage's inputs, which may be sent after a release
+  std::map<int64_t, Upstream> upstream_;  // may be sent after a release
   Live none_;
   at::Tensor loss_;
 };
+
+// All embeddings of a micro batch's images from an encoder's own ranks, in the order of the images. No autograd.
+Bundle receive_images(const Model& model, const RunRanks& ranks, const MicroBatch& batch, StageMessages& messages) {
+  const RowSplit& rows = batch.share->replica;
+  const Bundle in = {{"visual", empty_rows(model, rows.total(), batch.device)}};
+  for (int64_t group = 0; group < ranks.encoder_share().groups; ++group) {
+    messages.receive_visual(in.at("visual"), rows, group);
+  }
+  return run_pieces({exchange_piece(batch)}, in);
+}
 
 }  // namespace
 
@@ -271,18 +320,27 @@ at::Tensor run_pipeline(const Model& model, const RunRanks& ranks, at::Device de
   return PipelineRun(model, ranks, device, options).run();
 }
 
-at::Tensor run_stages(const Model& model, const RunRanks& ranks, const MicroBatch& batch) {
-  const at::Device device = batch.packed.backbone.ids.device();
-  const StagePart& part = ranks.part();
+at::Tensor run_stages(const Model& model, const RunRanks& ranks, const MicroBatch& batch, int64_t replica) {
+  const StagePart part = ranks.part();
+  StageMessages messages(ranks);
   Bundle bundle;
-  if (!batch.grids.empty()) {
+  if (!batch.grids.empty() && (ranks.is_encoder() || !ranks.encoder_apart())) {
+    // Of an encoder's own ranks those whose group has none of the images have no part in it.
+    if (ranks.is_encoder() && batch.packed.grids.empty()) return {};
     std::vector<Piece> pieces = vision_pieces(model, batch, bundle);
-    if (batch.share) pieces.push_back(exchange_piece(batch, device));
+    if (batch.share && !ranks.is_encoder()) pieces.push_back(exchange_piece(batch));
     bundle = run_pieces(pieces, bundle);
   }
-  StageMessages messages(ranks);
+  if (ranks.is_encoder()) {
+    if (!bundle.empty()) messages.send_visual(bundle.at("visual"), replica);
+    messages.finish();
+    return {};
+  }
   if (!part.embedding) {
-    bundle = Bundle{{"hidden", messages.receive(hidden_like(model, batch.packed), ranks.stage() - 1)}};
+    bundle = Bundle{{"hidden", hidden_like(model, batch)}};
+    messages.receive(bundle.at("hidden"), ranks.stage() - 1);
+  } else if (ranks.encoder_apart() && batch.share) {
+    bundle = receive_images(model, ranks, batch, messages);
   }
   const at::Tensor hidden = run_pieces(stage_pieces(model, part, batch.packed.backbone), bundle).at("hidden");
   if (!part.head) {

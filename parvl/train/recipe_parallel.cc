@@ -19,8 +19,9 @@ struct Checker {
 };
 
 // nullopt when the section gives no degree and no ranks.
-absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader module, const ModuleLayout* llm,
-                                                        Checker& checker) {
+absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader& parallel, const std::string& name,
+                                                        const ModuleLayout* llm, Checker& checker) {
+  ConfigReader module = parallel.section(name);
   ModuleLayout out;
   bool degrees_given = false;
   const std::pair<const char*, int64_t*> degrees[] = {
@@ -54,7 +55,9 @@ absl::StatusOr<std::optional<ModuleLayout>> read_module(ConfigReader module, con
         !(llm == nullptr && std::string(key) == "pp"))
       checker.note(module.where(key), absl::StrCat("= ", *value), "leave it out or set it to 1");
   }
-  if (out.ranks > 0) checker.note(module.where("ranks"), absl::StrCat("= ", out.ranks), "leave it out");
+  if (out.ranks > 0 && name != "vision_encoder") {
+    checker.note(module.where("ranks"), absl::StrCat("= ", out.ranks), "leave it out");
+  }
   if (out.virtual_stages != 1)
     checker.note(module.where("virtual_stages"), absl::StrCat("= ", out.virtual_stages), "leave it out");
   if (!out.stages.empty() && llm != nullptr) checker.note(module.where("stages"), "(pipeline stages)", "leave it out");
@@ -75,12 +78,11 @@ absl::StatusOr<ParallelSpec> read_parallel(ConfigReader& recipe) {
   parallel.integer("zero", out.zero, 0, 3);
   parallel.choice("schedule", out.schedule, {"1f1b", "interleaved", "zero-bubble"});
   PARVL_RETURN_IF_ERROR(parallel.finish());
-  PARVL_ASSIGN_OR_RETURN(const auto llm,
-                         read_module(parallel.section(alias ? "llm" : "llm_backbone"), nullptr, checker));
+  PARVL_ASSIGN_OR_RETURN(const auto llm, read_module(parallel, alias ? "llm" : "llm_backbone", nullptr, checker));
   if (llm.has_value()) out.llm = *llm;
-  PARVL_ASSIGN_OR_RETURN(out.vision_encoder, read_module(parallel.section("vision_encoder"), &out.llm, checker));
-  PARVL_ASSIGN_OR_RETURN(out.audio_encoder, read_module(parallel.section("audio_encoder"), &out.llm, checker));
-  PARVL_ASSIGN_OR_RETURN(out.projector, read_module(parallel.section("projector"), &out.llm, checker));
+  PARVL_ASSIGN_OR_RETURN(out.vision_encoder, read_module(parallel, "vision_encoder", &out.llm, checker));
+  PARVL_ASSIGN_OR_RETURN(out.audio_encoder, read_module(parallel, "audio_encoder", &out.llm, checker));
+  PARVL_ASSIGN_OR_RETURN(out.projector, read_module(parallel, "projector", &out.llm, checker));
   // The ranks of an encoder's or projector's matrices must have the same samples.
   const std::pair<const char*, const std::optional<ModuleLayout>*> covering[] = {
       {"vision_encoder", &out.vision_encoder}, {"audio_encoder", &out.audio_encoder}, {"projector", &out.projector}};
@@ -89,6 +91,10 @@ absl::StatusOr<ParallelSpec> read_parallel(ConfigReader& recipe) {
     ConfigReader module = parallel.section(name);
     return invalid(module.where("tp"), " (", (*layout)->tp, ") must divide llm_backbone.tp (", out.llm.tp,
                    "): the ranks that it is cut over must have the same samples");
+  }
+  if (out.projector && out.vision_encoder && out.vision_encoder->ranks > 0) {
+    checker.note(parallel.where("projector"), "apart from a vision_encoder on its own ranks",
+                 "leave projector out, and it lies there too");
   }
   if (out.zero > 1) checker.note(parallel.where("zero"), absl::StrCat("= ", out.zero), "set it to 0 or 1");
   if (out.schedule != "1f1b")

@@ -23,6 +23,8 @@ absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& s
                    started == 1 ? " process was" : " processes were", " started; start ", plan.world,
                    " (parvl launch --nproc-per-node ", plan.world, " -- parvl train ...), or change `parallel`");
   }
+  const ModuleMesh* encoder = plan.find("vision_encoder");
+  out->encoder_apart_ = encoder != nullptr && encoder->own_ranks;
   if (communicator == nullptr) return out;
   out->checked_ = std::make_unique<CheckedCommunicator>(*communicator, checks);
   PARVL_ASSIGN_OR_RETURN(out->mesh_, DeviceMesh::connect(std::move(plan), *out->checked_));
@@ -33,11 +35,34 @@ BatchShare RunRanks::share(int64_t micro_batch) const {
   BatchShare out;
   out.micro_batch = micro_batch;
   if (mesh_ == nullptr) return out;
-  const RankGrid& grid = mesh_->plan().find("llm_backbone")->grid;
-  out.replica = grid.coordinate(rank(), "dp");
+  const RankGrid& grid = llm();
+  out.replica = is_encoder() ? -1 : grid.coordinate(rank(), "dp");
   out.replicas = grid.size("dp");
   return out;
 }
+
+const RankGrid& RunRanks::llm() const { return mesh_->plan().find("llm_backbone")->grid; }
+const RankGrid& RunRanks::encoder() const { return mesh_->plan().find("vision_encoder")->grid; }
+
+EncoderShare RunRanks::encoder_share() const {
+  EncoderShare out;
+  if (!encoder_apart_) return out;
+  out.groups = encoder().size() / encoder().size("tp");
+  if (is_encoder()) out.group = encoder_place(rank()) / encoder().size("tp");
+  return out;
+}
+
+std::vector<int64_t> RunRanks::encoder_ranks(int64_t group) const {
+  return encoder().group_of(encoder().first() + group * encoder().size("tp"), {"tp"});
+}
+
+int64_t RunRanks::encoder_place(int64_t rank) const { return rank - encoder().first(); }
+
+std::vector<int64_t> RunRanks::first_stage(int64_t replica) const {
+  return llm().group_of(llm().group_of(llm().first(), {"dp"})[static_cast<size_t>(replica)], {"tp", "sp"});
+}
+
+ProcessGroup* RunRanks::images(int64_t from, int64_t to) const { return mesh_->group(image_group(from, to)); }
 
 ProcessGroup* RunRanks::data(Module module) const {
   return mesh_ == nullptr ? nullptr : mesh_->group(std::string(to_string(module)) + ".data");
@@ -50,7 +75,8 @@ ProcessGroup* RunRanks::tensor(Module module) const {
 ProcessGroup* RunRanks::replica() const { return mesh_ == nullptr ? nullptr : mesh_->group("llm_backbone.model"); }
 
 int64_t RunRanks::stage() const {
-  return mesh_ == nullptr ? 0 : mesh_->plan().find("llm_backbone")->grid.coordinate(rank(), "pp");
+  if (mesh_ == nullptr) return 0;
+  return llm().contains(rank()) ? llm().coordinate(rank(), "pp") : kEncoderStage;
 }
 
 ProcessGroup* RunRanks::between_stages(int64_t from, int64_t to) const {
@@ -60,8 +86,9 @@ ProcessGroup* RunRanks::between_stages(int64_t from, int64_t to) const {
 ProcessGroup* RunRanks::tied() const { return mesh_ == nullptr ? nullptr : mesh_->group("llm_backbone.tied"); }
 
 bool RunRanks::holds(const Param& param, int64_t stage) const {
+  if (param.module != Module::kBackbone) return encoder_apart_ == (stage == kEncoderStage);
+  if (stage == kEncoderStage) return false;
   const StagePart& part = parts_[static_cast<size_t>(stage)];
-  if (param.module != Module::kBackbone) return true;
   if (absl::StartsWith(param.name, "llm_backbone.embed.")) return part.embedding || (tied_ && part.head);
   constexpr char kLayers[] = "llm_backbone.layers.";
   if (!absl::StartsWith(param.name, kLayers)) return part.head;
@@ -79,14 +106,18 @@ at::Tensor RunRanks::whole(const ParamTable& params, const Param& param, const a
                            at::TensorOptions options) const {
   const CommSite site("whole " + param.name);
   const bool in_stages = stages() > 1 && param.module == Module::kBackbone;
-  int64_t owner = 0;
+  int64_t owner = param.module != Module::kBackbone && encoder_apart_ ? kEncoderStage : 0;
   while (in_stages && !holds(param, owner)) ++owner;
   // The last stage's copy of a tied embedding stays as it is.
-  const bool gives = own.defined() && (!in_stages || stage() == owner);
+  const bool gives = own.defined() && (stage() == owner || !(in_stages || encoder_apart_));
   const at::Tensor out = gives ? params.whole(param, own).contiguous() : at::empty(param.shape, options);
-  if (!in_stages) return out;
-  // A replica's ranks ascend by stage, then by tensor rank.
-  wait(replica()->broadcast(buffer_of(out), owner * (replica()->size() / stages())));
+  if (encoder_apart_) {
+    const int64_t first =
+        owner == kEncoderStage ? encoder().first() : llm().group_of(0, {"pp"})[static_cast<size_t>(owner)];
+    wait(mesh_->group("world")->broadcast(buffer_of(out), first));
+  } else if (in_stages) {  // a replica's ranks ascend by stage, then by tensor rank
+    wait(replica()->broadcast(buffer_of(out), owner * (replica()->size() / stages())));
+  }
   return out;
 }
 
@@ -109,9 +140,15 @@ bool RunRanks::counts(const Param& param) const {
 
 VisionLayout RunRanks::vision_layout() const {
   VisionLayout out;
-  if (replica() == nullptr) return out;
-  out.ranks = replica()->size();
-  out.rank = replica()->rank();
+  if (encoder_apart_) {
+    out.ranks = encoder().size();
+    out.rank = is_encoder() ? encoder_place(rank()) : 0;
+  } else if (replica() != nullptr) {
+    out.ranks = replica()->size();
+    out.rank = replica()->rank();
+  } else {
+    return out;
+  }
   out.encoder = mesh_->plan().find("vision_encoder")->grid.size("tp");
   out.projector = mesh_->plan().find("projector")->grid.size("tp");
   return out;

@@ -24,7 +24,7 @@ SequenceInput to_sequence(const Prompt& prompt) {
   for (const MediaSpan& span : prompt.media) {
     const ProcessedImage& image = *prompt.images[static_cast<size_t>(span.image_index)];
     out.images.push_back({span.begin, {image.grid_t, image.grid_h, image.grid_w}});
-    out.pixels.push_back(image.patches.data());
+    out.pixels.push_back(image.patches.empty() ? nullptr : image.patches.data());
   }
   return out;
 }
@@ -32,6 +32,12 @@ SequenceInput to_sequence(const Prompt& prompt) {
 std::vector<SequenceInput> to_sequences(const std::vector<Prompt>& prompts, size_t begin, size_t end) {
   std::vector<SequenceInput> out;
   for (size_t i = begin; i < end; ++i) out.push_back(to_sequence(prompts[i]));
+  return out;
+}
+
+std::vector<int64_t> encoders_of(const Prompt& prompt, const std::vector<int64_t>& by_image) {
+  std::vector<int64_t> out;
+  for (const MediaSpan& span : prompt.media) out.push_back(by_image.at(static_cast<size_t>(span.image_index)));
   return out;
 }
 
@@ -48,6 +54,7 @@ std::unique_ptr<BatchLoader> Trainer::make_loader() const {
   options.prepare.max_length = recipe_.data.max_length;
   options.global_batch = recipe_.data.global_batch;
   options.share = ranks_->share(recipe_.data.micro_batch);
+  options.encoders = ranks_->encoder_share();
   options.balance = ranks_->world() > 1;
   options.shuffle_seed = recipe_.data.shuffle_seed;
   options.first_step = optimizer_->steps_done();
@@ -165,25 +172,29 @@ at::Tensor Trainer::run_micro_batches(const GlobalBatch& batch, StepResult& resu
   options.recompute = recipe_.train.recompute == "full";
   options.clock = env_.clock;
   options.record = env_.actions;
+  const BatchShare share = ranks_->share(recipe_.data.micro_batch);
   const auto micro = static_cast<size_t>(recipe_.data.micro_batch);
   std::vector<size_t> begins;  // of the micro batches with something to learn
   for (size_t begin = 0; begin < batch.samples.size(); begin += micro) {
     const size_t end = std::min(begin + micro, batch.samples.size());
     BatchShape shape;
-    std::vector<Grid> grids;
+    PipelineMicrobatch one;
     for (size_t i = begin; i < end; ++i) {
       const Prompt& prompt = batch.samples[i];
       shape.sequence_tokens.push_back(static_cast<int64_t>(prompt.ids.size()));
       for (size_t t = 1; t < prompt.is_target.size(); ++t) shape.loss_tokens += prompt.is_target[t];
       for (const ImageSpan& image : to_sequence(prompt).images) {
-        grids.push_back(image.grid);
+        one.grids.push_back(image.grid);
         shape.image_patches.push_back(image.grid.patches());
       }
+      if (!ranks_->encoder_apart()) continue;
+      for (const int64_t encoder : encoders_of(prompt, batch.encoders.at(i))) one.encoders.push_back(encoder);
     }
     if (shape.loss_tokens == 0) continue;
     result.flops += training_flops(model_->spec(), shape);
     begins.push_back(begin);
-    options.grids.push_back(std::move(grids));
+    one.replica = share.replica_of(static_cast<int64_t>(begin));
+    options.microbatches.push_back(std::move(one));
   }
   options.is_final = [&](const std::string& prefix) { optimizer_->is_final(prefix); };
   options.sequences = [&](int64_t microbatch) {

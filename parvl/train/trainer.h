@@ -49,6 +49,8 @@ struct TrainerEnvironment {
 // Samples as the model reads them. Borrows the prompts' pixels.
 SequenceInput to_sequence(const Prompt& prompt);
 std::vector<SequenceInput> to_sequences(const std::vector<Prompt>& prompts, size_t begin, size_t end);
+// The encoder group of each image of a sequence, in the order of its images. `by_image`: as in GlobalBatch.
+std::vector<int64_t> encoders_of(const Prompt& prompt, const std::vector<int64_t>& by_image);
 
 // Not thread-safe. With several ranks each has a Trainer of its own, and all make the same calls.
 class Trainer {

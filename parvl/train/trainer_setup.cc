@@ -10,6 +10,7 @@
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
 #include "parvl/train/data_image_cache.h"
+#include "parvl/train/layout.h"
 #include "parvl/train/trainer.h"
 #include "parvl/train/trainer_output.h"
 
@@ -178,6 +179,8 @@ absl::Status Trainer::load_model_and_data() {
     PARVL_ASSIGN_OR_RETURN(eval_set_, Dataset::load(recipe_.data.eval, env_.base_dir));
     PARVL_RETURN_IF_ERROR(with_context(check_eval_set(), "data.eval"));
   }
+  // On all ranks, though the ranks that a layout does not fit may be others.
+  PARVL_RETURN_IF_ERROR(Layout::create(spec, recipe_).status());
   PARVL_RETURN_IF_ERROR(connect(spec));
   output_->working("loading the model");
   model_ = Model::create(spec);

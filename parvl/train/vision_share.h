@@ -1,4 +1,4 @@
-// A micro batch's images over the ranks of one LLM replica. Pure.
+// A micro batch's images over the ranks that encode them. Pure.
 #pragma once
 
 #include <cstdint>
@@ -9,23 +9,24 @@
 
 namespace parvl {
 
-// A replica's ranks in ascending order; each `encoder` neighbours encode together, each `projector` project together.
+// The ranks that encode a micro batch's images (its replica's, or the encoder's own) in ascending order; each `encoder`
+// neighbours encode together, each `projector` project together.
 struct VisionLayout {
   int64_t ranks = 1;
   int64_t encoder = 1, projector = 1;  // divide `ranks`
-  int64_t rank = 0;                    // this one, among `ranks`
+  int64_t rank = 0;                    // this one, among `ranks`; any where this one encodes nothing
 };
 
 struct VisionShare {
   std::vector<int64_t> images;  // that this rank encodes, with its encoder group; ascending
-  // Merged tokens that each rank has after the encoder: of this rank's projector group, and of the replica.
+  // Merged tokens that each rank has after the encoder: of this rank's projector group, and of all that encode.
   RowSplit projector, replica;
   std::vector<int64_t> order;  // merged token i of the batch (raster order) is row order[i] of all ranks' rows
 };
 
-// Every image goes to one encoder group, so that patches are even (see `spread`).
-// `raster`: VisionEncoder::raster of all images.
+// Every image goes to one encoder group: that which `groups` names, or where it is empty so that patches are even (see
+// `spread`). `raster`: VisionEncoder::raster of all images.
 VisionShare share_images(const VisionLayout& layout, const std::vector<Grid>& grids, int64_t merge,
-                         const std::vector<int64_t>& raster);
+                         const std::vector<int64_t>& raster, const std::vector<int64_t>& groups = {});
 
 }  // namespace parvl

@@ -41,6 +41,19 @@ class DryRun(TrainCase):
         world = [row for row in result["traffic"] if row["group"] == "world"]
         self.assertEqual(world[0]["ranks"], [0, 1, 2, 3])
 
+    def test_an_encoder_on_ranks_of_its_own(self):
+        layout = (*LAYOUT, "parallel.vision_encoder.ranks=1")
+        out = self.dry_run(*layout)
+        self.assertRegex(out, r"(?m)^   3  1 0 1 0 +- +-$")
+        self.assertRegex(out, r"(?m)^   4  - +0 0 0 0 +0 0 0 0$")
+        result = json.loads(self.dry_run(*layout, flags=("--json",)))
+        self.assertEqual(set(result["ranks"][4]["modules"]), {"vision_encoder", "projector"})
+        images = {row["group"]: row for row in result["traffic"] if ".images." in row["group"]}
+        self.assertEqual(len(images), 8)  # to each of the four ranks that are a first stage, and back
+        # Two micro batches of two images of 8 x 8 merged rows of 16 float32, to either tensor rank of either replica.
+        self.assertEqual(images["vision_encoder.images.4>3"]["ranks"], [4, 3])
+        self.assertEqual((images["vision_encoder.images.4>3"]["calls"], images["vision_encoder.images.4>3"]["bytes"]), (2, 2 * 2 * 64 * 16 * 4))
+
     def test_one_process_needs_no_calls(self):
         out = self.dry_run()
         self.assertRegex(out, r"(?m)^   0  0 0 0 0  ")

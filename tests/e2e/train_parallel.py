@@ -41,7 +41,8 @@ class Parallel(TrainCase):
 
     def test_layouts_between_processes(self):
         layouts = {"dp=2": 2, "dp=2,zero=1": 2, "tp=2": 2, "pp=2": 2, "dp=2,tp=2": 4, "tp=2,pp=2,zero=1": 4, "dp=2,pp=2": 4, "dp=4,zero=1": 4,
-                   "tp=2;vision_encoder:tp=2": 2, "tp=2;projector:tp=2": 2, "dp=2,tp=2,zero=1;vision_encoder:dp=2,tp=2;projector:dp=2,tp=2": 4}
+                   "vision_encoder:ranks=1": 2, "dp=2;vision_encoder:ranks=1": 3, "dp=2,zero=1;vision_encoder:ranks=3": 5,
+                   "tp=2,pp=2;vision_encoder:ranks=2,tp=2": 6, "tp=2;vision_encoder:tp=2": 2, "tp=2;projector:tp=2": 2, "dp=2,tp=2,zero=1;vision_encoder:dp=2,tp=2;projector:dp=2,tp=2": 4}
         for layout, ranks in layouts.items():
             with self.subTest(layout=layout):
                 result = self.verify("--config", str(self.folder / "recipe.yaml"), "--set", "data.micro_batch=1", "--layout", layout)
@@ -60,7 +61,8 @@ class Parallel(TrainCase):
             self.assertIn(message, done.stderr)
 
     def test_a_killed_rank_costs_no_step(self):
-        for name, layout in {"zero": (*DP2, "parallel.zero=1"), "tp": ("parallel.llm_backbone.tp=2",), "pp": ("parallel.llm_backbone.pp=2",)}.items():
+        for name, layout in {"zero": (*DP2, "parallel.zero=1"), "tp": ("parallel.llm_backbone.tp=2",), "pp": ("parallel.llm_backbone.pp=2",),
+                             "encoder": ("parallel.vision_encoder.ranks=1",)}.items():
             with self.subTest(layout=name):
                 self.kill_a_rank(name, layout)
 

@@ -77,7 +77,7 @@ absl::Status run(int argc, char** argv) {
   PipelineOptions options;
   options.scale = 1.0 / static_cast<double>(batch.num_targets);
   options.recompute = std::string(argv[6]) == "full";
-  options.grids = {grids_of(inputs.sequences)};
+  options.microbatches = {{.grids = grids_of(inputs.sequences)}};
   options.sequences = [&](int64_t) { return inputs.sequences; };
   const at::ScalarType wide = dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
   const at::Tensor loss = run_pipeline(*model, RunRanks(model->spec()), at::kCPU, options).to(wide);

@@ -49,7 +49,11 @@ class FaultyGroup : public ProcessGroup {
   std::unique_ptr<Work> send(ConstBuffer values, int64_t to) override { return inner_->send(values, to); }
   std::unique_ptr<Work> receive(Buffer values, int64_t from) override {
     if (!hit("receive", values, ReduceOp::kSum)) return inner_->receive(values, from);
-    return spoil(inner_->receive(values, from), [this, values] { put(values, {}); });
+    return spoil(inner_->receive(values, from), [this, values] {
+      std::vector<double> halves = copy(values);  // for kRotate: the second before the first
+      std::rotate(halves.begin(), halves.begin() + values.count / 2, halves.end());
+      put(values, halves);
+    });
   }
   std::unique_ptr<Work> barrier() override { return inner_->barrier(); }
   void abort(const std::string& reason) override { inner_->abort(reason); }

@@ -17,7 +17,7 @@ struct Fault {
     kTwice,   // the result times two
     kMean,    // divided by the number of ranks
     kZero,    // nothing arrives
-    kRotate,  // gathered parts in the order of the next rank
+    kRotate,  // gathered parts in the order of the next rank; of a message, its halves
     kStale,   // what the last such call gave
   };
   std::string name;   // what a programmer would have done wrong

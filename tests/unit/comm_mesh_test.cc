@@ -130,15 +130,26 @@ TEST(MeshPlan, AModuleOnItsOwnRanksComesLast) {
   EXPECT_EQ(plan->world, 6);
   EXPECT_EQ(plan->find("vision_encoder")->grid.first(), 4);
   EXPECT_TRUE(plan->find("vision_encoder")->own_ranks);
-  EXPECT_EQ(plan->find("projector")->grid.first(), 0);
+  EXPECT_EQ(plan->find("projector")->grid.first(), 4);  // follows
   EXPECT_EQ(rank_table(*plan),
             "rank  llm_backbone (tp sp dp pp)    vision_encoder (tp sp dp pp)  projector (tp sp dp pp)\n"
-            "   0  0 0 0 0                       -                             0 0 0 0\n"
-            "   1  1 0 0 0                       -                             0 0 1 0\n"
-            "   2  0 0 0 1                       -                             0 0 2 0\n"
-            "   3  1 0 0 1                       -                             0 0 3 0\n"
-            "   4  -                             0 0 0 0                       -\n"
-            "   5  -                             0 0 1 0                       -\n");
+            "   0  0 0 0 0                       -                             -\n"
+            "   1  1 0 0 0                       -                             -\n"
+            "   2  0 0 0 1                       -                             -\n"
+            "   3  1 0 0 1                       -                             -\n"
+            "   4  -                             0 0 0 0                       0 0 0 0\n"
+            "   5  -                             0 0 1 0                       0 0 1 0\n");
+  // Each with each of the first stage, a pair and direction.
+  std::vector<std::string> images;
+  for (const GroupSpec& group : plan->groups) {
+    if (group.name.find(".images.") == std::string::npos) continue;
+    images.push_back(group.name);
+    EXPECT_LT(group.ranks[0], 2) << group.name;
+    EXPECT_GE(group.ranks[1], 4) << group.name;
+  }
+  EXPECT_THAT(images, ElementsAre("vision_encoder.images.4>0", "vision_encoder.images.0>4", "vision_encoder.images.4>1",
+                                  "vision_encoder.images.1>4", "vision_encoder.images.5>0", "vision_encoder.images.0>5",
+                                  "vision_encoder.images.5>1", "vision_encoder.images.1>5"));
 }
 
 TEST(MeshPlan, LayoutsThatDoNotFitAreRefused) {

@@ -214,6 +214,33 @@ std::string after_drop(size_t rank, const std::string& what, PipelineSchedule sc
   return std::string(check_progress(schedule).message());
 }
 
+// So ranks of the LLM need to know no other replica's samples.
+TEST(ScheduleCheck, AReplicasListsDependOnItsOwnMicrobatchesAlone) {
+  EXPECT_TRUE(rc::check([] {
+    const PipelineShape all = any_shape(4, 6, 3);
+    const PipelineSchedule whole = *make_1f1b(all);
+    for (int64_t replica = 0; replica < all.replicas; ++replica) {
+      PipelineShape own = all;
+      own.microbatches.clear();
+      std::vector<int64_t> numbers;  // in the whole step
+      for (size_t m = 0; m < all.microbatches.size(); ++m) {
+        if (all.microbatches[m].replica != replica) continue;
+        own.microbatches.push_back(all.microbatches[m]);
+        numbers.push_back(static_cast<int64_t>(m));
+      }
+      const PipelineSchedule alone = *make_1f1b(own);
+      for (int64_t stage = 0; stage < all.stages; ++stage) {
+        const auto rank = static_cast<size_t>(whole.rank_of(replica, stage));
+        std::vector<Action> renumbered = alone.ranks[rank].actions;
+        for (Action& action : renumbered) {
+          if (action.microbatch >= 0) action.microbatch = numbers[static_cast<size_t>(action.microbatch)];
+        }
+        RC_ASSERT(renumbered == whole.ranks[rank].actions);
+      }
+    }
+  }));
+}
+
 TEST(ScheduleCheck, TwoSendsThatWaitForEachOtherAreACircle) {
   EXPECT_EQ(after_swap(1, "receive the output of stage 0, micro batch 2, from rank 0",
                        "send the gradient of stage 1, micro batch 0, to rank 0"),

@@ -220,8 +220,9 @@ TEST_F(RecipeTest, LayoutsThatAreNotBuiltYetSaySo) {
       {"parallel.llm_backbone.sp=2",
        "'parallel.llm_backbone.sp' = 2 is not available yet; leave it out or set it to 1"},
       {"parallel.llm_backbone={dp: 2, ep: 2}", "'parallel.llm_backbone.ep' = 2 is not available yet"},
-      {"parallel.vision_encoder={dp: 2, ranks: 2}", "'parallel.vision_encoder.ranks' = 2 is not available yet"},
-      {"parallel.vision_encoder.ranks=1", "'parallel.vision_encoder.ranks' = 1 is not available yet"},
+      {"parallel.projector={dp: 2, ranks: 2}", "'parallel.projector.ranks' = 2 is not available yet"},
+      {"parallel={vision_encoder: {ranks: 1}, projector: {dp: 1}}",
+       "'parallel.projector' apart from a vision_encoder on its own ranks is not available yet; leave projector out"},
       {"parallel={llm_backbone: {dp: 2}, vision_encoder: {pp: 2}}",
        "'parallel.vision_encoder.pp' = 2 is not available yet"},
       {"parallel.llm_backbone.virtual_stages=2", "'parallel.llm_backbone.virtual_stages' = 2 is not available yet"},
@@ -247,6 +248,20 @@ TEST_F(RecipeTest, TensorParallelLayoutsAreRead) {
   EXPECT_THAT(
       error(kSmallest, {"parallel.llm={tp: 2, dp: 2}", "parallel.vision_encoder.tp=4"}),
       HasSubstr("'parallel.vision_encoder.tp' (4) must divide llm_backbone.tp (2): the ranks that it is cut over"));
+}
+
+TEST_F(RecipeTest, AnEncodersOwnRanksAreRead) {
+  const auto plain = load(kSmallest, {"parallel.llm.dp=2", "parallel.vision_encoder.ranks=3"});
+  ASSERT_TRUE(plain.ok()) << plain.status();
+  EXPECT_EQ(plain->parallel.vision_encoder->dp, 3);
+  EXPECT_EQ(plain->parallel.world(), 5);
+  // Cut over more ranks than the backbone is.
+  const auto cut = load(kSmallest, {"parallel.vision_encoder={ranks: 4, dp: 2, tp: 2}"});
+  ASSERT_TRUE(cut.ok()) << cut.status();
+  EXPECT_EQ(cut->parallel.vision_encoder->tp, 2);
+  EXPECT_EQ(cut->parallel.world(), 5);
+  EXPECT_THAT(error(kSmallest, {"parallel.vision_encoder={ranks: 4, tp: 2}"}),
+              HasSubstr("dp · tp · pp · sp is 2, but the module covers 4 ranks of its own"));
 }
 
 TEST_F(RecipeTest, PipelinesAreRead) {

@@ -65,7 +65,7 @@ TEST_F(BackpropTest, GradientsFollowFiniteDifferences) {
   const std::vector<SequenceInput> sequences = to_sequences(samples.samples, 0, 4);
   PipelineOptions options;
   options.scale = 1.0 / static_cast<double>(pack(trainer->model(), sequences, at::kCPU).num_targets);
-  options.grids = {grids_of(sequences)};
+  options.microbatches = {{.grids = grids_of(sequences)}};
   options.sequences = [&](int64_t) { return sequences; };
   const auto loss = [&] { return run_pipeline(trainer->model(), trainer->ranks(), at::kCPU, options).item<double>(); };
   loss();

@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "comm_counting.h"
-#include "counting_allocator.h"
+#include "looking_clock.h"
 #include "parvl/comm/local/local_group.h"
 #include "parvl/train/layout_report.h"
 #include "parvl/train/micro_batch.h"
@@ -78,23 +78,27 @@ class FormulasTest : public TrainFixture {
     for (int i = 0; i < kSamples; ++i) data << Json{{"messages", messages}}.dump() << "\n";
   }
 
-  // The micro batches of a rank's batch as formulas want them.
+  // The micro batches of an LLM rank's batch as formulas want them.
   std::vector<StepMicrobatch> microbatches(const Layout& layout, const GlobalBatch& batch) const {
     std::vector<StepMicrobatch> out;
     const auto micro = static_cast<size_t>(recipe_.data.micro_batch);
     for (size_t begin = 0; begin < batch.samples.size(); begin += micro) {
       StepMicrobatch one;
       std::vector<Grid> grids;
+      std::vector<int64_t> encoders;  // of an encoder's own ranks
+      for (size_t i = begin; i < begin + micro && layout.encoder_apart(); ++i) {
+        for (const int64_t group : encoders_of(batch.samples[i], batch.encoders[i])) encoders.push_back(group);
+      }
       for (const SequenceInput& sequence : to_sequences(batch.samples, begin, begin + micro)) {
         one.tokens += static_cast<int64_t>(sequence.ids.size());
         for (size_t t = 1; t < sequence.is_target.size(); ++t) one.targets += sequence.is_target[t];
         for (const ImageSpan& image : sequence.images) grids.push_back(image.grid);
       }
       if (one.targets == 0) continue;
-      const int64_t encoder = layout.cut("vision_encoder").ranks, ranks = layout.replica_ranks();
+      const int64_t encoder = layout.cut("vision_encoder").ranks, ranks = layout.encoding_ranks();
       for (int64_t first = 0; first < ranks && !grids.empty(); first += encoder) {
-        const VisionShare share =
-            share_images({ranks, encoder, layout.cut("projector").ranks, first}, grids, spec().vision->merge, {});
+        const VisionShare share = share_images({ranks, encoder, layout.cut("projector").ranks, first}, grids,
+                                               spec().vision->merge, {}, encoders);
         int64_t patches = 0;
         for (const int64_t image : share.images) patches += grids[static_cast<size_t>(image)].patches();
         one.patches.push_back(patches);
@@ -118,7 +122,7 @@ class FormulasTest : public TrainFixture {
       const int64_t rank = trainer.ranks().rank();
       const auto loader = trainer.make_loader();
       const GlobalBatch batch = *loader->next();
-      if (layout->place_of(rank) == 0) {
+      if (layout->place_of(rank) == 0 && layout->replica_of(rank) >= 0) {
         all[static_cast<size_t>(layout->replica_of(rank))] = microbatches(*layout, batch);
       }
       expect_held_bytes(*layout, trainer);
@@ -151,6 +155,35 @@ class FormulasTest : public TrainFixture {
     return out;
   }
 
+  // Of the whole batch as one micro batch, what is this rank's part of it. Rows of an encoder apart hold anything.
+  Bundle forward(const Trainer& trainer, const GlobalBatch& batch, std::vector<Segment>& segments) const {
+    const Model& model = trainer.model();
+    const RunRanks& ranks = trainer.ranks();
+    std::vector<int64_t> encoders;
+    for (size_t i = 0; i < batch.samples.size() && ranks.encoder_apart(); ++i) {
+      for (const int64_t group : encoders_of(batch.samples[i], batch.encoders[i])) encoders.push_back(group);
+    }
+    const MicroBatch micro =
+        make_micro_batch(model, to_sequences(batch.samples, 0, batch.samples.size()), at::kCPU, ranks, encoders);
+    SegmentList list(model.params(), recipe_.train.recompute == "full");
+    Bundle bundle;
+    if (!ranks.encoder_apart() || ranks.is_encoder()) {
+      list.add_vision(model, micro, bundle);
+    } else {
+      list.starts_after(true);
+      bundle.set("visual", at::zeros({micro.share->replica.total(), model.spec().backbone.hidden}, pixel_type(model)));
+    }
+    if (!ranks.is_encoder()) {
+      if (micro.share) list.add(exchange_piece(micro));
+      list.add(model.backbone().pieces(micro.packed.backbone));
+      list.add(
+          model.backbone().loss_piece(micro.packed.tokens, micro.packed.loss_rows, micro.packed.targets, /*scale=*/1));
+    }
+    segments = list.take();
+    for (Segment& segment : segments) bundle = segment.forward(bundle);
+    return bundle;
+  }
+
   static void expect_held_bytes(const Layout& layout, const Trainer& trainer) {
     const auto bytes = [](const at::Tensor& t) { return t.defined() ? static_cast<int64_t>(t.nbytes()) : 0; };
     const StepMicrobatches any(static_cast<size_t>(layout.replicas()), {{10, 5, {}}});
@@ -177,6 +210,9 @@ TEST_F(FormulasTest, AStepMakesTheCallsThatTheFormulasSay) {
   ParallelSpec projector = parallel_of({.dp = 1, .tp = 4});
   projector.vision_encoder = ModuleLayout{.dp = 2, .tp = 2};
   projector.projector = ModuleLayout{.dp = 1, .tp = 4};
+  ParallelSpec apart = parallel_of({.dp = 2, .tp = 2}, 1), apart_cut = parallel_of({.dp = 1, .pp = 2});
+  apart.vision_encoder = ModuleLayout{.dp = 3, .ranks = 3};
+  apart_cut.vision_encoder = ModuleLayout{.dp = 1, .tp = 2, .ranks = 2};
   ParallelSpec uneven = parallel_of({.dp = 1, .pp = 3});
   uneven.llm.stages = {0, 1, 1};
   const auto recompute = [](Recipe& recipe) { recipe.train.recompute = "full"; };
@@ -203,6 +239,12 @@ TEST_F(FormulasTest, AStepMakesTheCallsThatTheFormulasSay) {
       {"encoder tp2, the first layers frozen", encoder,
        freeze({"vision_encoder.*", "projector.*", "llm_backbone.embed.*", "llm_backbone.layers.0.*"})},
       {"pp2 tp2, backbone frozen", parallel_of({.tp = 2, .pp = 2}), freeze({"llm_backbone.*"})},
+      {"encoder apart on three ranks, two tensor parallel replicas", apart, {}},
+      {"encoder apart on three ranks, frozen", apart, freeze({"vision_encoder.*", "projector.*"})},
+      {"encoder apart cut over two ranks, two stages", apart_cut, {}},
+      {"encoder apart cut over two ranks, recomputed", apart_cut, recompute},
+      {"encoder apart cut over two ranks, only the projector trained", apart_cut,
+       freeze({"vision_encoder.*", "llm_backbone.*"})},
       {"tp2 recomputed, a part of the encoder frozen", encoder,
        [&](Recipe& recipe) {
          recompute(recipe);
@@ -251,10 +293,13 @@ TEST_F(FormulasTest, KeptActivations) {
   set_config({{"num_hidden_layers", 4}});
   recipe_.data.micro_batch = recipe_.data.global_batch = 12;
   recipe_.train.dtype = "float32";
-  for (const int64_t ranks : {1, 2}) {
+  ParallelSpec apart = parallel_of({});
+  apart.vision_encoder = ModuleLayout{.ranks = 1};
+  for (const ParallelSpec& parallel : {parallel_of({}), parallel_of({.tp = 2}), apart}) {
     for (const char* recompute : {"none", "full"}) {
-      SCOPED_TRACE(absl::StrCat(ranks, " ", recompute));
-      recipe_.parallel = parallel_of({.tp = ranks});
+      const int64_t ranks = parallel.world();
+      SCOPED_TRACE(absl::StrCat(ranks, " ", parallel.llm.tp, " ", recompute));
+      recipe_.parallel = parallel;
       recipe_.train.recompute = recompute;
       const Layout layout = *Layout::create(spec(), recipe_);
       c10::SetCPUAllocator(&allocator, /*priority=*/100);
@@ -269,17 +314,8 @@ TEST_F(FormulasTest, KeptActivations) {
         all_here();
         if (first) before = allocator.live();
         all_here();
-        const MicroBatch micro =
-            make_micro_batch(trainer.model(), to_sequences(batch.samples, 0, 12), at::kCPU, trainer.ranks());
-        SegmentList list(trainer.model().params(), recipe_.train.recompute == "full");
-        Bundle bundle;
-        list.add_vision(trainer.model(), micro, bundle);
-        if (micro.share) list.add(exchange_piece(micro, at::kCPU));
-        list.add(trainer.model().backbone().pieces(micro.packed.backbone));
-        list.add(trainer.model().backbone().loss_piece(micro.packed.tokens, micro.packed.loss_rows,
-                                                       micro.packed.targets, 1));
-        std::vector<Segment> segments = list.take();
-        for (Segment& segment : segments) bundle = segment.forward(bundle);
+        std::vector<Segment> segments;
+        const Bundle out = forward(trainer, batch, segments);
         all_here();
         if (first) after = allocator.live();
         all_here();
@@ -292,36 +328,13 @@ TEST_F(FormulasTest, KeptActivations) {
         const TensorCut cut = layout.cut("llm_backbone");
         const int64_t again = layer_activations(spec().backbone, rows.tokens, {cut.ranks, cut.value, false}) +
                               loss_activations(spec().backbone, rows, cut);
-        want -= ranks * again;
+        want -= parallel.llm.tp * again;
       }
       EXPECT_NEAR(static_cast<double>(after - before) / static_cast<double>(want), 1, 0.05)
           << after - before << " kept, " << want << " by formula";
     }
   }
 }
-
-// The real clock; each time that it is asked by a rank's thread it looks at what that rank's tensors take. The pipeline
-// asks at each action's beginning and end.
-class LookingClock : public Clock {
- public:
-  struct Rank {
-    std::atomic<int64_t> live = 0;
-    int64_t most = 0;
-  };
-  int64_t now_ns() const override {
-    if (t_rank != nullptr) t_rank->most = std::max<int64_t>(t_rank->most, t_rank->live);
-    return real_.now_ns();
-  }
-  int64_t wall_ns() const override { return real_.wall_ns(); }
-  static void look_at(Rank* rank) {
-    CountingAllocator::count_mine(rank == nullptr ? nullptr : &rank->live);
-    t_rank = rank;
-  }
-
- private:
-  static inline thread_local Rank* t_rank = nullptr;
-  RealClock real_;
-};
 
 // The most that each stage's rank keeps between two actions of a step.
 TEST_F(FormulasTest, KeptActivationsOfStages) {
@@ -349,9 +362,8 @@ TEST_F(FormulasTest, KeptActivationsOfStages) {
         options.clock = &clock;
         options.record = &records;
         for (size_t i = 0; i < batch.samples.size(); ++i) {
-          options.grids.emplace_back();
-          for (const ImageSpan& image : to_sequence(batch.samples[i]).images)
-            options.grids.back().push_back(image.grid);
+          PipelineMicrobatch& one = options.microbatches.emplace_back();
+          for (const ImageSpan& image : to_sequence(batch.samples[i]).images) one.grids.push_back(image.grid);
         }
         options.sequences = [&](int64_t i) {
           return to_sequences(batch.samples, static_cast<size_t>(i), static_cast<size_t>(i) + 1);

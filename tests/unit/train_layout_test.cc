@@ -39,7 +39,7 @@ std::vector<GroupTraffic> traffic(const ModelSpec& model, const Recipe& recipe) 
   EXPECT_TRUE(layout.ok()) << layout.status();
   StepMicrobatch one{10, 4, {}};
   if (model.vision) {
-    one.patches.assign(static_cast<size_t>(layout->replica_ranks() / layout->cut("vision_encoder").ranks), 0);
+    one.patches.assign(static_cast<size_t>(layout->encoding_ranks() / layout->cut("vision_encoder").ranks), 0);
     one.patches[0] = 16;
   }
   const StepMicrobatches all(static_cast<size_t>(recipe.parallel.llm.dp), std::vector<StepMicrobatch>(3, one));
@@ -155,6 +155,35 @@ TEST(LayoutReport, FrozenModulesAreSilent) {
   EXPECT_EQ(lines(traffic(tiny_vision(), recipe)), images + forward);
 }
 
+// The second group of an encoder's own ranks encodes nothing here; of the first each rank has two of four merged rows
+// for both tensor ranks, and gets gradients of them from both.
+TEST(LayoutReport, AnEncoderApartSendsRowsToTheFirstStage) {
+  ParallelSpec parallel;
+  parallel.llm.tp = 2;
+  parallel.vision_encoder = ModuleLayout{.dp = 2, .tp = 2, .ranks = 4};
+  Recipe recipe = recipe_of(parallel);
+  recipe.train.freeze = {"llm_backbone.*", "vision_encoder.*"};
+  const auto images = [&] {
+    std::vector<std::string> out;
+    for (const GroupTraffic& row : traffic(tiny_vision(), recipe)) {
+      if (row.group.find(".images.") != std::string::npos) out.push_back(lines({row}));
+    }
+    return out;
+  };
+  std::vector<std::string> want;
+  for (const int encoder : {2, 3}) {
+    for (const int llm : {0, 1}) {
+      for (const auto& [from, to] : {std::pair(encoder, llm), std::pair(llm, encoder)}) {
+        want.push_back(absl::StrCat("vision_encoder.images.", from, ">", to, " ", from, ">", to, " send 3 192 192\n"));
+      }
+    }
+  }
+  EXPECT_EQ(images(), want);
+  // What is frozen gets nothing back.
+  recipe.train.freeze = {"vision_encoder.*", "projector.*"};
+  EXPECT_EQ(images().size(), 4);
+}
+
 TEST(LayoutReport, ATableForPeople) {
   EXPECT_EQ(traffic_table({{"llm_backbone.data[0]", {0, 1}, {TrafficKind::kAllReduce, 2, 3 << 20, 3 << 20}},
                            {"llm_backbone.pp[0].1>0", {2, 0}, {TrafficKind::kSend, 8, 1 << 20, 1 << 20}}}),
@@ -226,6 +255,22 @@ TEST(Layout, Refusals) {
   EXPECT_EQ(message({"*"}), "train.freeze leaves no parameter to train");
 }
 
+TEST(Layout, AnEncodersOwnRanksHoldItAloneAndMicroBatchesOfAllReplicas) {
+  ParallelSpec parallel;
+  parallel.llm.dp = 2;
+  parallel.vision_encoder = ModuleLayout{.dp = 1, .ranks = 1};
+  const Recipe recipe = recipe_of(parallel);
+  const Layout layout = *Layout::create(tiny_vision(), recipe);
+  const StepMicrobatches all(2, std::vector<StepMicrobatch>(3, {10, 4, {16}}));
+  const ValueCounts values = value_counts(tiny_vision());
+  EXPECT_EQ(layout.bytes(0, all)->weights, values.backbone() * 4);
+  EXPECT_EQ(layout.bytes(2, all)->weights, (values.vision_encoder + values.projector) * 4);
+  const int64_t one = vision_activations(tiny_vision(), {16, 4, 0}, {1, DType::kFloat32}, {1, DType::kFloat32});
+  EXPECT_EQ(layout.bytes(2, all)->activations, 3 * one);  // one ahead of each replica's, and one
+  EXPECT_EQ(layout.replica_of(2), -1);
+  EXPECT_EQ(layout.stage_of(2), kEncoderStage);
+}
+
 TEST(Layout, TheLargestMicroBatchesOfARecipe) {
   ParallelSpec parallel;
   parallel.llm = {.dp = 2, .tp = 2};
@@ -240,6 +285,12 @@ TEST(Layout, TheLargestMicroBatchesOfARecipe) {
   EXPECT_EQ(all[1][1].tokens, 150);
   EXPECT_EQ(all[1][1].targets, 147);
   EXPECT_EQ(all[1][1].patches, (std::vector<int64_t>{2 * 14 * 14, 14 * 14}));
+  // An encoder's own ranks take turns: each replica's first micro batch, then the second ones.
+  recipe.parallel.vision_encoder = ModuleLayout{.dp = 2, .ranks = 2};
+  const StepMicrobatches apart = largest_microbatches(*Layout::create(tiny_vision(), recipe));
+  EXPECT_EQ(apart[0][0].patches, (std::vector<int64_t>{2 * 14 * 14, 14 * 14}));
+  EXPECT_EQ(apart[1][0].patches, (std::vector<int64_t>{14 * 14, 2 * 14 * 14}));
+  EXPECT_EQ(apart[1][1].patches, apart[1][0].patches);
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ const std::vector<CoverAxis> kAxes = {
     {"dp", {"1", "2"}},
     {"pp", {"1", "2", "3"}},
     {"stages", {"even", "given"}},
-    {"encoder", {"dp", "tp2"}},
+    // Over the LLM's ranks, cut over two of them, or on so many ranks of its own, of which two may encode together.
+    {"encoder", {"dp", "tp2", "own1", "own2", "own3", "own2 tp2", "own4 tp2"}},
     {"projector", {"dp", "tp2"}},
     {"zero", {"0", "1"}},
     {"kv_heads", {"4", "2", "1"}},
@@ -44,6 +45,7 @@ class Choices {
   }
   int64_t number(const std::string& axis) const { return std::stoll((*this)[axis]); }
   bool has_vision() const { return (*this)["family"] != "qwen2"; }
+  int64_t own_ranks() const { return absl::StartsWith((*this)["encoder"], "own") ? (*this)["encoder"][3] - '0' : 0; }
   std::string text() const {
     std::vector<std::string> out;
     for (size_t a = 0; a < kAxes.size(); ++a) out.push_back(kAxes[a].name + "=" + kAxes[a].choices[row_[a]]);
@@ -59,11 +61,12 @@ bool allowed(const CoverRow& row) {
   const Choices c(row);
   const bool cut = c["encoder"] == "tp2" || c["projector"] == "tp2";
   if (cut && (c.number("tp") == 1 || !c.has_vision())) return false;
+  if (c.own_ranks() > 0 && (!c.has_vision() || c["projector"] == "tp2")) return false;
   if (!c.has_vision() &&
       (c["data"] == "mixed" || c["data"] == "one image" || absl::StrContains(c["frozen"], "encoder")))
     return false;
   if (c.number("pp") == 1 && c["stages"] == "given") return false;
-  const int64_t ranks = c.number("tp") * c.number("dp") * c.number("pp");
+  const int64_t ranks = c.number("tp") * c.number("dp") * c.number("pp") + c.own_ranks();
   return ranks > 1 && ranks <= 12;
 }
 
@@ -153,6 +156,10 @@ class OracleTest : public TrainFixture {
     out.zero = c.number("zero");
     const int64_t ranks = out.llm.product();
     if (c["encoder"] == "tp2") out.vision_encoder = ModuleLayout{.dp = ranks / 2, .tp = 2};
+    if (const int64_t own = c.own_ranks(); own > 0) {
+      const int64_t tp = absl::EndsWith(c["encoder"], "tp2") ? 2 : 1;
+      out.vision_encoder = ModuleLayout{.dp = own / tp, .tp = tp, .ranks = own};
+    }
     if (c["projector"] == "tp2") out.projector = ModuleLayout{.dp = ranks / 2, .tp = 2};
     return out;
   }
@@ -238,7 +245,8 @@ Choices choices(const std::vector<std::pair<std::string, std::string>>& chosen) 
 TEST_F(OracleTest, TwentyStepsInFloat32StayAsNearAsOneProcess) {
   const std::vector<Choices> layouts = {
       choices({{"tp", "2"}, {"dp", "2"}, {"zero", "1"}}), choices({{"tp", "4"}, {"kv_heads", "1"}, {"encoder", "tp2"}}),
-      choices({{"pp", "3"}, {"dp", "2"}}), choices({{"family", "qwen2_5_vl"}, {"tp", "2"}, {"pp", "2"}})};
+      choices({{"pp", "3"}, {"dp", "2"}}), choices({{"family", "qwen2_5_vl"}, {"tp", "2"}, {"pp", "2"}}),
+      choices({{"dp", "2"}, {"pp", "2"}, {"encoder", "own3"}, {"zero", "1"}})};
   for (const Choices& c : layouts) {
     SCOPED_TRACE(c.text());
     prepare(c);
@@ -302,6 +310,12 @@ const std::vector<Fault> kFaults = {
     {"the projector's gradients of norms are not summed", "projector.tp", "all_reduce", Fault::kOwn,
      [](int64_t count, ReduceOp) { return count > 1; }},
     {"outputs of the projector's cut matrices are not summed", "projector.tp", "reduce_scatter", Fault::kOwn, {}},
+    {"embeddings from an encoder's own rank are lost", "vision_encoder.images.4>0", "receive", Fault::kZero, {}},
+    {"... are those of the micro batch before", "vision_encoder.images.4>2", "receive", Fault::kStale, {}},
+    {"gradients to an encoder's own rank are lost", "vision_encoder.images.0>4", "receive", Fault::kZero, {}},
+    {"... of one of two tensor ranks count twice", "vision_encoder.images.1>5", "receive", Fault::kTwice, {}},
+    {"... are those of the micro batch before", "vision_encoder.images.0>4", "receive", Fault::kStale, {}},
+    {"embeddings in a wrong order", "vision_encoder.images.5>0", "receive", Fault::kRotate, {}},
 };
 
 // The oracle's own test.
@@ -310,7 +324,8 @@ TEST_F(OracleTest, EveryFaultIsSeen) {
       choices({{"tp", "2"}, {"dp", "2"}}),
       choices({{"tp", "4"}, {"dp", "1"}, {"kv_heads", "2"}, {"encoder", "tp2"}, {"projector", "tp2"}}),
       choices({{"tp", "2"}, {"dp", "2"}, {"zero", "1"}, {"encoder", "tp2"}}),
-      choices({{"pp", "3"}, {"dp", "2"}, {"tied", "yes"}})};
+      choices({{"pp", "3"}, {"dp", "2"}, {"tied", "yes"}}),
+      choices({{"tp", "2"}, {"dp", "2"}, {"encoder", "own2"}})};  // LLM 0 1 and 2 3, encoders 4 and 5
   prepare(layouts[0]);
   std::map<size_t, VerifyRun> references;
   for (const Fault& fault : kFaults) {

@@ -2,7 +2,6 @@
 #include <absl/strings/match.h>
 
 #include <cmath>
-#include <future>
 
 #include "parvl/comm/local/local_group.h"
 #include "parvl/train/verify.h"
@@ -42,12 +41,14 @@ class ParallelTrainTest : public TrainFixture {
     return env;
   }
 
-  Outcome train(int64_t dp, int64_t zero, int64_t tp = 1, int64_t pp = 1) {
-    const int64_t world = dp * tp * pp;
+  Outcome train(int64_t dp, int64_t zero, int64_t tp = 1, int64_t pp = 1, int64_t own = 0, int64_t own_tp = 1) {
     recipe_.parallel.llm.dp = dp;
     recipe_.parallel.llm.tp = tp;
     recipe_.parallel.llm.pp = pp;
     recipe_.parallel.zero = zero;
+    recipe_.parallel.vision_encoder.reset();
+    if (own > 0) recipe_.parallel.vision_encoder = ModuleLayout{.dp = own / own_tp, .tp = own_tp, .ranks = own};
+    const int64_t world = recipe_.parallel.world();
     events_.clear();
     Outcome out;
     out.statuses.resize(static_cast<size_t>(world));
@@ -70,9 +71,9 @@ class ParallelTrainTest : public TrainFixture {
     return out;
   }
 
-  Outcome train_afresh(int64_t dp, int64_t zero, int64_t tp = 1, int64_t pp = 1) {
+  Outcome train_afresh(int64_t dp, int64_t zero, int64_t tp = 1, int64_t pp = 1, int64_t own = 0, int64_t own_tp = 1) {
     std::filesystem::remove_all(recipe_.train.out);
-    Outcome out = train(dp, zero, tp, pp);
+    Outcome out = train(dp, zero, tp, pp, own, own_tp);
     for (const absl::Status& status : out.statuses) EXPECT_TRUE(status.ok()) << status;
     return out;
   }
@@ -95,11 +96,12 @@ TEST_F(ParallelTrainTest, EveryLayoutEqualsOneProcess) {
     recipe_.optim.momentum = recipe_.optim.name == "sgd" ? 0.9 : 0;
     const Outcome want = train_afresh(1, 0);
     ASSERT_EQ(want.losses.size(), 6u);
-    for (const auto& [dp, zero, tp, pp] :
-         {std::tuple(2, 0, 1, 1), std::tuple(2, 1, 1, 1), std::tuple(4, 0, 1, 1), std::tuple(4, 1, 1, 1),
-          std::tuple(1, 0, 2, 1), std::tuple(2, 1, 2, 1), std::tuple(1, 0, 1, 2), std::tuple(2, 1, 2, 2)}) {
-      SCOPED_TRACE(absl::StrCat(name, " dp ", dp, " zero ", zero, " tp ", tp, " pp ", pp));
-      const Outcome got = train_afresh(dp, zero, tp, pp);
+    for (const auto& [dp, zero, tp, pp, own] :
+         {std::tuple(2, 0, 1, 1, 0), std::tuple(2, 1, 1, 1, 0), std::tuple(4, 0, 1, 1, 0), std::tuple(4, 1, 1, 1, 0),
+          std::tuple(1, 0, 2, 1, 0), std::tuple(2, 1, 2, 1, 0), std::tuple(1, 0, 1, 2, 0), std::tuple(2, 1, 2, 2, 0),
+          std::tuple(1, 0, 1, 1, 1), std::tuple(2, 1, 1, 1, 3), std::tuple(2, 1, 2, 2, 2)}) {
+      SCOPED_TRACE(absl::StrCat(name, " dp ", dp, " zero ", zero, " tp ", tp, " pp ", pp, " encoder apart ", own));
+      const Outcome got = train_afresh(dp, zero, tp, pp, own);
       ASSERT_EQ(got.losses.size(), want.losses.size());
       for (size_t i = 0; i < want.losses.size(); ++i) {
         EXPECT_NEAR(got.losses[i], want.losses[i], 1e-12 * std::abs(want.losses[i]));
@@ -126,10 +128,11 @@ TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
   std::filesystem::remove_all(recipe_.train.out);
   std::vector<double> losses;
   recipe_.train.checkpoint_every = 2;
-  for (const auto& [stop, dp, zero, tp, pp] :
-       {std::tuple(1, 2, 1, 1, 1), std::tuple(2, 1, 0, 2, 1), std::tuple(1, 1, 0, 1, 2), std::tuple(0, 2, 1, 2, 2)}) {
+  for (const auto& [stop, dp, zero, tp, pp, own] :
+       {std::tuple(1, 2, 1, 1, 1, 0), std::tuple(1, 1, 1, 1, 1, 2), std::tuple(1, 1, 0, 2, 1, 0),
+        std::tuple(1, 1, 0, 1, 2, 0), std::tuple(1, 2, 1, 1, 1, 3), std::tuple(0, 2, 1, 2, 2, 0)}) {
     stop_after_ = stop;
-    const Outcome part = train(dp, zero, tp, pp);
+    const Outcome part = train(dp, zero, tp, pp, own);
     for (const absl::Status& status : part.statuses) ASSERT_TRUE(status.ok()) << status;
     losses.insert(losses.end(), part.losses.begin(), part.losses.end());
     if (stop == 0) {
@@ -143,13 +146,14 @@ TEST_F(ParallelTrainTest, ARunGoesOnInAnotherLayout) {
 // At one layout a resumed run is the undisturbed one to the bit.
 TEST_F(ParallelTrainTest, AResumedRunEqualsAnUndisturbedOne) {
   recipe_.train.dtype = "bfloat16";
-  for (const auto& [tp, pp] : {std::pair(1, 1), std::pair(2, 1), std::pair(1, 2)}) {
-    const Outcome whole = train_afresh(2, 1, tp, pp);
+  for (const auto& [tp, pp, own] :
+       {std::tuple(1, 1, 0), std::tuple(2, 1, 0), std::tuple(1, 2, 0), std::tuple(1, 1, 3), std::tuple(2, 1, 2)}) {
+    const Outcome whole = train_afresh(2, 1, tp, pp, own, tp);
     std::filesystem::remove_all(recipe_.train.out);
     stop_after_ = 3;
-    const Outcome first = train(2, 1, tp, pp);
+    const Outcome first = train(2, 1, tp, pp, own, tp);
     stop_after_ = 0;
-    const Outcome second = train(2, 1, tp, pp);
+    const Outcome second = train(2, 1, tp, pp, own, tp);
     std::vector<double> losses = first.losses;
     losses.insert(losses.end(), second.losses.begin(), second.losses.end());
     EXPECT_EQ(losses, whole.losses);
@@ -162,12 +166,14 @@ TEST_F(ParallelTrainTest, ACutModelIsSavedWhole) {
   recipe_.train.steps = 1;
   recipe_.optim.lr = 0;
   std::vector<std::string> files;
-  for (const auto& [tp, pp] : {std::pair(1, 1), std::pair(2, 1), std::pair(1, 2)}) {
-    train_afresh(1, 0, tp, pp);
+  for (const auto& [tp, pp, own] :
+       {std::tuple(1, 1, 0), std::tuple(2, 1, 0), std::tuple(1, 2, 0), std::tuple(1, 2, 2)}) {
+    train_afresh(1, 0, tp, pp, own, /*own_tp=*/2);
     files.push_back(*read_file(recipe_.train.out + "/step-1/model.safetensors"));
   }
   EXPECT_EQ(files[0], files[1]);
   EXPECT_EQ(files[0], files[2]);
+  EXPECT_EQ(files[0], files[3]);
 }
 
 // Every rank takes its part of the evaluation, and the score is the whole one.
@@ -175,14 +181,14 @@ TEST_F(ParallelTrainTest, EveryLayoutEvaluatesAlike) {
   recipe_.data.eval = recipe_.data.train;
   recipe_.optim.lr = 0.01;
   std::vector<Json> scores;
-  for (const auto& [dp, tp, pp] :
-       {std::tuple(1, 1, 1), std::tuple(4, 1, 1), std::tuple(2, 2, 1), std::tuple(2, 1, 2)}) {
-    train_afresh(dp, 0, tp, pp);
+  for (const auto& [dp, tp, pp, own] : {std::tuple(1, 1, 1, 0), std::tuple(4, 1, 1, 0), std::tuple(2, 2, 1, 0),
+                                        std::tuple(2, 1, 2, 0), std::tuple(1, 1, 1, 1), std::tuple(2, 2, 2, 2)}) {
+    train_afresh(dp, 0, tp, pp, own, own > 1 ? 2 : 1);
     for (const Json& event : events_) {
       if (event["event"] == "eval") scores.push_back(event);
     }
   }
-  ASSERT_EQ(scores.size(), 4u);
+  ASSERT_EQ(scores.size(), 6u);
   EXPECT_EQ(scores[0]["samples"], 10);
   for (const Json& score : scores) {
     EXPECT_EQ(score["samples"], scores[0]["samples"]);
@@ -191,61 +197,60 @@ TEST_F(ParallelTrainTest, EveryLayoutEvaluatesAlike) {
   }
 }
 
-// The stages of a pipeline work at the same time: the second does not end its first micro batch before the first one
-// has begun its second.
-TEST_F(ParallelTrainTest, StagesOverlap) {
-  recipe_.parallel.llm.pp = 2;
-  std::promise<void> second_begun;
-  const std::shared_future<void> begun = second_begun.get_future().share();
-  std::vector<absl::Status> statuses(2);
-  run_local_world(2, {}, [&](Communicator& communicator) {
-    const auto rank = static_cast<size_t>(communicator.rank());
-    auto trainer = Trainer::create(recipe_, rank_environment(communicator));
-    statuses[rank] = trainer.status();
-    if (!trainer.ok()) return;
-    const GlobalBatch samples = batch({3, 7, 11});  // without images, so that each is made at its forward
-    PipelineOptions options;
-    options.grids.resize(3);
-    options.sequences = [&](int64_t microbatch) {
-      if (rank == 0 && microbatch == 1) second_begun.set_value();
-      return to_sequences(samples.samples, static_cast<size_t>(microbatch), static_cast<size_t>(microbatch) + 1);
-    };
-    // Made when its input is received, before its forward is done.
-    if (rank == 1) {
-      options.sequences = [&, inner = options.sequences](int64_t microbatch) {
-        if (microbatch == 0) begun.wait();
-        return inner(microbatch);
-      };
-    }
-    statuses[rank] = catch_exceptions("the pipeline failed", [&] {
-      run_pipeline((*trainer)->model(), (*trainer)->ranks(), at::kCPU, options);
-      return absl::OkStatus();
-    });
-  });
-  for (const absl::Status& status : statuses) EXPECT_TRUE(status.ok()) << status;
-}
-
 TEST_F(ParallelTrainTest, HeadsThatCannotBeCutAreRefused) {
   const Outcome out = train(1, 0, 4);
   for (const absl::Status& status : out.statuses) {
     EXPECT_EQ(exit_code(status), 2) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr("tp = 4 does not divide the 2 parts that"));
   }
+  // All ranks say it, not only those that would have to cut.
+  for (const absl::Status& status : train(1, 0, 1, 1, 4, 4).statuses) {
+    EXPECT_EQ(exit_code(status), 2) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("vision_encoder: tp = 4 does not divide the 2 parts that"));
+  }
 }
 
+// With its header whole, the image is bad only for who decodes it: the replica's rank, or one of the encoder's own.
 TEST_F(ParallelTrainTest, ABadSampleEndsAllRanksAndTheOneThatHasItNamesIt) {
   std::filesystem::resize_file(folder_ / "5.png", 40);
-  const Outcome out = train(4, 0);
-  int named = 0;
-  for (const absl::Status& status : out.statuses) {
-    ASSERT_FALSE(status.ok());
-    if (absl::StrContains(status.message(), "5.png")) {
-      ++named;
-    } else {
-      EXPECT_THAT(std::string(status.message()), HasSubstr("failed; its own last line says why"));
+  for (const auto& [dp, own] : {std::pair(4, 0), std::pair(2, 2)}) {
+    const Outcome out = train(dp, 0, 1, 1, own);
+    int named = 0;
+    for (const absl::Status& status : out.statuses) {
+      ASSERT_FALSE(status.ok());
+      if (absl::StrContains(status.message(), "5.png")) {
+        ++named;
+      } else {
+        EXPECT_THAT(std::string(status.message()), HasSubstr("failed; its own last line says why"));
+      }
     }
+    EXPECT_EQ(named, 1) << own;
   }
-  EXPECT_EQ(named, 1);
+}
+
+// An encoder rank that sends what nobody expects: all ranks say which call of which group it was, before any update.
+TEST_F(ParallelTrainTest, AWrongMessageOfImagesIsNamed) {
+  recipe_.parallel.vision_encoder = ModuleLayout{.dp = 1, .ranks = 1};
+  std::vector<absl::Status> statuses(2);
+  std::vector<bool> changed(2);
+  run_local_world(2, {}, [&](Communicator& communicator) {
+    const auto rank = static_cast<size_t>(communicator.rank());
+    auto trainer = Trainer::create(recipe_, rank_environment(communicator));
+    statuses[rank] = trainer.status();
+    if (!trainer.ok()) return;
+    const auto before = state(**trainer);
+    double wrong[3] = {1, 2, 3};
+    std::unique_ptr<Work> work;
+    if (rank == 1) work = (*trainer)->ranks().images(1, 0)->send({wrong, 3, DType::kFloat64}, 0);
+    statuses[rank] = catch_exceptions("a step", [&] { return (*trainer)->run(); });
+    changed[rank] = !same(before, state(**trainer));
+  });
+  for (const absl::Status& status : statuses) {
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("group vision_encoder.images.1>0, message 0 from rank 1 to rank 0: "));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("rank 1 called send of 3 float64 to rank 0"));
+  }
+  EXPECT_FALSE(changed[0] || changed[1]);
 }
 
 // What verify sees: gradients of the first batch, and a difference where there is one.

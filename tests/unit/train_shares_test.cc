@@ -3,6 +3,7 @@
 #include <absl/strings/match.h>
 
 #include <atomic>
+#include <future>
 #include <numeric>
 
 #include "counting_allocator.h"
@@ -61,8 +62,9 @@ class SharesTest : public TrainFixture {
   // `body` on every rank of the layout, with its trainer.
   void on_ranks(const ModuleLayout& layout, const std::function<void(Trainer&)>& body) {
     recipe_.parallel.llm = layout;
-    std::vector<absl::Status> statuses(static_cast<size_t>(layout.product()));
-    run_local_world(layout.product(), {}, [&](Communicator& communicator) {
+    const int64_t world = recipe_.parallel.world();
+    std::vector<absl::Status> statuses(static_cast<size_t>(world));
+    run_local_world(world, {}, [&](Communicator& communicator) {
       auto trainer = Trainer::create(recipe_, rank_environment(communicator));
       absl::Status& status = statuses[static_cast<size_t>(communicator.rank())];
       status = trainer.status();
@@ -75,9 +77,13 @@ class SharesTest : public TrainFixture {
     });
     for (const absl::Status& status : statuses) ASSERT_TRUE(status.ok()) << status;
   }
+  void expect_nothing_left_behind(const ModuleLayout& layout);
+  // Of two ranks.
+  void expect_overlap(const ModuleLayout& layout, int64_t first, int64_t second, const std::vector<int>& lines);
   // Of one step's matrix products, by rank.
   std::vector<double> product_flops(const ModuleLayout& layout) {
-    std::vector<double> out(static_cast<size_t>(layout.product()));
+    recipe_.parallel.llm = layout;
+    std::vector<double> out(static_cast<size_t>(recipe_.parallel.world()));
     on_ranks(layout, [&](Trainer& trainer) {
       const auto loader = trainer.make_loader();
       const GlobalBatch batch = *loader->next();
@@ -100,6 +106,39 @@ TEST_F(SharesTest, ProductsAddUpToOneProcesss) {
   }
 }
 
+// With the encoder apart its ranks alone compute on images, and decode only those that they encode; none has more than
+// its share and a largest image.
+TEST_F(SharesTest, AnEncodersOwnRanksShareTheImages) {
+  const double whole = product_flops({})[0];
+  for (const int64_t own : {1, 2, 3}) {
+    SCOPED_TRACE(own);
+    recipe_.parallel.vision_encoder = ModuleLayout{.dp = own, .ranks = own};
+    std::vector<int64_t> encoded(static_cast<size_t>(own));
+    int64_t all = 0, largest = 0;
+    on_ranks({.dp = 2}, [&](Trainer& trainer) {
+      const auto loader = trainer.make_loader();
+      const GlobalBatch batch = *loader->next();
+      const EncoderShare share = trainer.ranks().encoder_share();
+      EXPECT_EQ(batch.samples.size(), trainer.ranks().is_encoder() ? 8 : 4);
+      for (size_t i = 0; i < batch.samples.size(); ++i) {
+        for (size_t image = 0; image < batch.samples[i].images.size(); ++image) {
+          const ProcessedImage& one = *batch.samples[i].images[image];
+          EXPECT_EQ(one.patches.empty(), batch.encoders[i][image] != share.group);
+          if (!one.patches.empty()) encoded[static_cast<size_t>(share.group)] += one.num_patches();
+          if (share.group != 0) continue;  // one rank sees the outlines of all
+          all += one.num_patches();
+          largest = std::max(largest, one.num_patches());
+        }
+      }
+    });
+    EXPECT_EQ(std::accumulate(encoded.begin(), encoded.end(), int64_t{0}), all);
+    EXPECT_LE(*std::max_element(encoded.begin(), encoded.end()), all / own + largest);
+    const std::vector<double> parts = product_flops({.dp = 2});
+    EXPECT_EQ(std::accumulate(parts.begin(), parts.end(), 0.0), whole);
+    for (const double part : parts) EXPECT_GT(part, 0);
+  }
+}
+
 // With two tensor ranks and one key head each rank computes that head; the rest is shared evenly.
 TEST_F(SharesTest, TensorRanksHaveEvenProducts) {
   auto config = *read_json_file(recipe_.config);
@@ -110,6 +149,40 @@ TEST_F(SharesTest, TensorRanksHaveEvenProducts) {
   const std::vector<double> parts = product_flops({.tp = 2});
   EXPECT_EQ(parts[0] + parts[1], whole);
   EXPECT_LT(std::max(parts[0], parts[1]), 1.2 * whole / 2);
+}
+
+// The stages of a pipeline work at the same time: the second does not end its first micro batch before the first one
+// has begun its second. So do an encoder on its own rank, the last, and the backbone.
+TEST_F(SharesTest, StagesOverlap) {
+  expect_overlap({.pp = 2}, /*first=*/0, /*second=*/1, {3, 7, 11});  // without images: each is made at its forward
+}
+
+TEST_F(SharesTest, AnEncoderApartWorksAhead) {
+  recipe_.parallel.vision_encoder = ModuleLayout{.dp = 1, .ranks = 1};
+  expect_overlap({}, /*first=*/1, /*second=*/0, {0, 1, 2});
+}
+
+void SharesTest::expect_overlap(const ModuleLayout& layout, int64_t first, int64_t second,
+                                const std::vector<int>& lines) {
+  std::promise<void> second_begun;
+  const std::shared_future<void> begun = second_begun.get_future().share();
+  on_ranks(layout, [&](Trainer& trainer) {
+    const int64_t rank = trainer.ranks().rank();
+    const GlobalBatch samples = batch(lines);
+    PipelineOptions options;
+    for (const Prompt& sample : samples.samples) {
+      PipelineMicrobatch& microbatch = options.microbatches.emplace_back();
+      for (const ImageSpan& image : to_sequence(sample).images) microbatch.grids.push_back(image.grid);
+      if (trainer.ranks().encoder_apart()) microbatch.encoders.assign(microbatch.grids.size(), 0);
+    }
+    options.sequences = [&](int64_t microbatch) {
+      if (rank == first && microbatch == 1) second_begun.set_value();
+      // Made when its input is received, before its forward is done.
+      if (rank == second && microbatch == 0) begun.wait();
+      return to_sequences(samples.samples, static_cast<size_t>(microbatch), static_cast<size_t>(microbatch) + 1);
+    };
+    run_pipeline(trainer.model(), trainer.ranks(), at::kCPU, options);
+  });
 }
 
 TEST_F(SharesTest, WeightsAreNotHeldTwice) {
@@ -143,13 +216,20 @@ TEST_F(SharesTest, WeightsAreNotHeldTwice) {
 }
 
 // Live tensors after each of many steps, of all ranks together.
-TEST_F(SharesTest, StepsLeaveNothingBehind) {
+TEST_F(SharesTest, StepsLeaveNothingBehind) { expect_nothing_left_behind({.tp = 2, .pp = 2}); }
+
+TEST_F(SharesTest, StepsWithAnEncoderApartLeaveNothingBehind) {
+  recipe_.parallel.vision_encoder = ModuleLayout{.dp = 2, .ranks = 2};
+  expect_nothing_left_behind({.dp = 2});
+}
+
+void SharesTest::expect_nothing_left_behind(const ModuleLayout& layout) {
   static CountingAllocator allocator;  // tensors that static objects hold outlive the test
   c10::SetCPUAllocator(&allocator, /*priority=*/100);
   const char* many = std::getenv("PARVL_SOAK_STEPS");
   recipe_.train.steps = many == nullptr ? 100 : std::atoll(many);
   std::vector<int64_t> live;
-  on_ranks({.tp = 2, .pp = 2}, [&](Trainer& trainer) {
+  on_ranks(layout, [&](Trainer& trainer) {
     const auto loader = trainer.make_loader();
     for (int64_t step = 0; step < recipe_.train.steps; ++step) {
       {
