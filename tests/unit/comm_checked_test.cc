@@ -75,6 +75,12 @@ std::vector<absl::Status> run_steps(int64_t size, const CheckOptions& options,
   return out;
 }
 
+// What was found, or that the group was ended because of it: how soon a rank hears of the finding is up to the machine.
+bool is_finding(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) ||
+         (absl::IsAborted(status) && status.message().find("group g was ended: ") != absl::string_view::npos);
+}
+
 TEST(CheckedGroup, ResultsAreThoseOfTheGroupBelow) {
   for (const bool full : {false, true}) {
     CheckOptions options = quick_checks();
@@ -140,7 +146,7 @@ TEST_P(MutationTest, TheCulpritIsNamedWithItsCall) {
   CheckOptions options = quick_checks();
   options.full = full;
   for (const absl::Status& status : run_steps(3, options, steps_of)) {
-    ASSERT_TRUE(absl::IsInvalidArgument(status)) << status;
+    ASSERT_TRUE(is_finding(status)) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr("rank 1"));
     EXPECT_THAT(std::string(status.message()),
                 AnyOf(HasSubstr("of 6 float32"), HasSubstr("of 18 float32"), HasSubstr("barrier"),
@@ -213,7 +219,7 @@ TEST(CheckedGroup, OneChangedCallOfARandomSequenceIsAlwaysFound) {
     CheckOptions options = quick_checks();
     options.full = seed % 2 == 0;
     for (const absl::Status& status : run_steps(size, options, steps_of)) {
-      ASSERT_TRUE(absl::IsInvalidArgument(status)) << status;
+      ASSERT_TRUE(is_finding(status)) << status;
       EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("rank")));
     }
   }
@@ -243,7 +249,7 @@ TEST(CheckedGroup, ARankThatSkipsToAnotherGroupIsNamed) {
     absl::Status status;
     if (rank.rank() == 0) status = make(*pair, {Do::kAllReduce, 6, 0, DType::kFloat32, "mlp"});
     if (status.ok()) status = make(*all, {Do::kAllReduce, 2, 0, DType::kFloat64, "loss"});
-    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_TRUE(is_finding(status)) << status;
     // Rank 2 may not be there yet when the circle of the others is found.
     EXPECT_THAT(
         std::string(status.message()),
