@@ -1,4 +1,5 @@
 """The contract's HTTP side, row by row (conformance_table.py), against the program with the example model."""
+# slow
 import json
 import threading
 import unittest

@@ -1,4 +1,5 @@
 """Rows of the contract on what an answer must look like: forms, calls of tools, echo, suffix (conformance_table.py)."""
+# slow
 import json
 import tempfile
 import unittest

@@ -1,4 +1,5 @@
 """A running server under requests that go wrong: the error table, limits, disconnects, shutting down."""
+# slow
 import base64
 import http.client
 import json

@@ -1,4 +1,5 @@
 """Logits, gradients and written checkpoints against transformers, on small random checkpoints of each family."""
+# slow
 import copy
 import json
 import os

@@ -136,6 +136,29 @@ void mutate(PipelineSchedule& schedule) {
   }
 }
 
+// One rank's second call of a collective must not meet the others' first, which they have only just left.
+TEST(ScheduleCheck, ACollectiveThatOneRankCallsTwiceIsStuck) {
+  PipelineShape shape;
+  shape.stages = 3;
+  shape.microbatches.resize(1);
+  shape.tied = true;
+  const PipelineSchedule schedule = *make_1f1b(shape);
+  ASSERT_TRUE(check_progress(schedule).ok());
+  int tried = 0;
+  for (size_t r = 0; r < schedule.ranks.size(); ++r) {
+    const std::vector<Action>& actions = schedule.ranks[r].actions;
+    const auto found = std::find_if(actions.begin(), actions.end(), [](const Action& a) { return a.is_collective(); });
+    if (found == actions.end()) continue;
+    for (size_t at = 0; at <= actions.size(); ++at, ++tried) {
+      PipelineSchedule twice = schedule;
+      std::vector<Action>& changed = twice.ranks[r].actions;
+      changed.insert(changed.begin() + static_cast<int64_t>(at), *found);
+      EXPECT_FALSE(check_progress(twice).ok()) << to_text(twice);
+    }
+  }
+  EXPECT_GT(tried, 10);
+}
+
 TEST(ScheduleCheck, OneExecutionDecidesForAllOfThem) {
   int64_t completed = 0, stuck = 0;
   size_t most = 0;

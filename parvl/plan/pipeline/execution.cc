@@ -128,7 +128,7 @@ class Execution {
   // Whether `member` waits in the collective that `r` waits in.
   bool is_there(size_t member, const Action& here) const {
     const Rank& rank = ranks_[member];
-    if (rank.posted <= rank.next) return false;
+    if (rank.posted <= rank.next || done_[member][rank.next]) return false;  // done: it only has not gone on yet
     const Action& there = action(member, rank.next);
     return there.kind == here.kind && there.payload == here.payload && there.microbatch == here.microbatch;
   }
