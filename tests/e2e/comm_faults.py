@@ -2,45 +2,17 @@
 # slow
 import os
 import pathlib
-import signal
-import socket
-import subprocess
 import unittest
+
+from rank_probes import RankProbes
 
 PROBE = pathlib.Path(os.environ.get("PARVL", pathlib.Path(__file__).resolve().parents[2] / "build" / "parvl")).parent / "probes" / "comm_probe"
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-class Faults(unittest.TestCase):
+class Faults(RankProbes, unittest.TestCase):
     def run_ranks(self, fault, count=6, deadline=600, silence=600, stopped=None):
-        """{rank: (exit code, last line, all lines)} of those that are not stopped."""
-        shared = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port()), "PARVL_RANK_DEADLINE_SECONDS": str(deadline),
-                  "PARVL_RANK_SILENCE_SECONDS": str(silence), "OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([PROBE, fault, str(count)], env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-                 for rank in range(3)]
-        try:
-            out = {}
-            for rank, process in enumerate(ranks):
-                if rank != stopped:
-                    _, text = process.communicate(timeout=120)
-                    out[rank] = (process.returncode, text.splitlines()[-1] if text else "", text)
-            return out
-        finally:
-            for process in ranks:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                process.stderr.close()
-
-    def all_say(self, ranks, *texts, code=2):
-        for rank, (got, line, everything) in ranks.items():
-            for text in texts:
-                self.assertIn(text, line, (rank, everything))
-            self.assertEqual(got, code, (rank, line))
+        return self.run_probes([PROBE, fault, str(count)], 3, stopped, PARVL_RANK_DEADLINE_SECONDS=deadline, PARVL_RANK_SILENCE_SECONDS=silence,
+                               OMP_NUM_THREADS=1)
 
     def test_right_calls_are_fine(self):
         for count in (6, 1 << 20):

@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import unittest
 
+from rank_probes import RankProbes
 from train_common import PARVL, Run, TrainCase
 
 PROBE = PARVL.parent / "probes" / "gpu_probe"
@@ -23,37 +23,10 @@ def gpus():
 COUNT = gpus()
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @unittest.skipIf(COUNT < 2, f"two GPUs are needed; this machine has {COUNT}")
-class Groups(unittest.TestCase):
+class Groups(RankProbes, unittest.TestCase):
     def run_ranks(self, what, stopped=None, silence=600):
-        """{rank: (exit code, last line, all lines)} of those that are not stopped."""
-        shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "PARVL_RANK_SILENCE_SECONDS": str(silence)}
-        ranks = [subprocess.Popen([PROBE, what], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                                  stderr=subprocess.PIPE, text=True) for rank in range(2)]
-        try:
-            out = {}
-            for rank, process in enumerate(ranks):
-                if rank != stopped:
-                    _, text = process.communicate(timeout=120)
-                    out[rank] = (process.returncode, text.splitlines()[-1] if text else "", text)
-            return out
-        finally:
-            for process in ranks:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                process.stderr.close()
-
-    def all_say(self, ranks, *texts, code=2):
-        for rank, (got, line, everything) in ranks.items():
-            for text in texts:
-                self.assertIn(text, line, (rank, everything))
-            self.assertEqual(got, code, (rank, everything))
+        return self.run_probes([PROBE, what], 2, stopped, PARVL_RANK_SILENCE_SECONDS=silence)
 
     def test_every_call_in_every_type(self):
         self.all_say(self.run_ranks("values"), "fine", code=0)
