@@ -7,21 +7,9 @@ import tempfile
 import unittest
 
 PARVL = os.environ["PARVL"]
-MODEL = pathlib.Path(__file__).resolve().parents[2] / "examples" / "easy_vqa" / "model"
-EXAMPLE = """cluster:
-  gpu_pools:
-    encoder-pool: {device: gpu-24gb, min_instances: 1, max_instances: 8}
-    llm-pool:     {device: gpu-40gb, min_instances: 1, max_instances: 8}
-model:
-  modules:
-    vision_encoder: {pool: encoder-pool, parallel: data, replicas: 2}
-    llm_backbone:   {pool: llm-pool, parallel: tensor, tp_size: 2, replicas: 2}
-scheduler:
-  policy: load-aware
-  expand_threshold: 0.75
-  shrink_threshold: 0.30
-  cooldown_seconds: 120
-"""
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+MODEL = EXAMPLES / "easy_vqa" / "model"
+EXAMPLE = (EXAMPLES / "allocation.yaml").read_text()
 
 
 class Allocations(unittest.TestCase):

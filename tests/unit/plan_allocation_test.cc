@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "parvl/base/file.h"
 #include "parvl/plan/allocation.h"
 #include "parvl/plan/placement.h"
 #include "parvl/plan/placement_text.h"
@@ -13,20 +14,7 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 // The contract's example, word for word.
-constexpr char kExample[] = R"(cluster:
-  gpu_pools:
-    encoder-pool: {device: gpu-24gb, min_instances: 1, max_instances: 8}
-    llm-pool:     {device: gpu-40gb, min_instances: 1, max_instances: 8}
-model:
-  modules:
-    vision_encoder: {pool: encoder-pool, parallel: data, replicas: 2}
-    llm_backbone:   {pool: llm-pool, parallel: tensor, tp_size: 2, replicas: 2}
-scheduler:
-  policy: load-aware
-  expand_threshold: 0.75
-  shrink_threshold: 0.30
-  cooldown_seconds: 120
-)";
+const std::string kExample = read_file(std::string(PARVL_SOURCE_DIR) + "/examples/allocation.yaml").value_or("");
 
 absl::StatusOr<Allocation> read(const std::string& text) {
   PARVL_ASSIGN_OR_RETURN(const ConfigNode root, parse_config(text, "a.yaml"));
@@ -287,7 +275,7 @@ TEST(Placement, DeviceMapNamesClassesOfTheFile) {
 }
 
 TEST(Placement, ShowsEveryDefaultAndNoSecret) {
-  const auto allocation = read(std::string(kExample) + "admin: {tokens: {viewer: open-sesame}}\n");
+  const auto allocation = read(kExample + "admin: {tokens: {viewer: open-sesame}}\n");
   ASSERT_TRUE(allocation.ok()) << allocation.status();
   const auto plan = place(*allocation, vlm(), DType::kFloat32);
   ASSERT_TRUE(plan.ok());
