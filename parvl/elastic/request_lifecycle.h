@@ -11,12 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "parvl/base/ids.h"
 #include "parvl/base/status.h"
+#include "parvl/elastic/instance_id.h"
 
 namespace parvl {
-
-using InstanceId = StrongId<struct InstanceTag, int64_t>;
 
 struct RequestShape {
   size_t items = 0;         // that instances with an encoder encode before the generation; 0: the generating one does

@@ -5,7 +5,7 @@
 #include <optional>
 #include <span>
 
-#include "parvl/elastic/request_lifecycle.h"
+#include "parvl/elastic/instance_id.h"
 
 namespace parvl {
 
