@@ -1,5 +1,6 @@
 #include "parvl/plan/placement.h"
 
+#include <absl/strings/match.h>
 #include <absl/strings/str_join.h>
 #include <absl/strings/str_split.h>
 
@@ -8,6 +9,7 @@
 
 #include "parvl/plan/cost/fit.h"
 #include "parvl/plan/cost/memory.h"
+#include "parvl/plan/cost/values.h"
 
 namespace parvl {
 namespace {
@@ -39,29 +41,31 @@ ModuleLayout data_parallel(int64_t devices) {
 
 std::string where(const std::map<std::string, std::string>& places, const char* key) { return places.at(key); }
 
-// What one module asks of the degree of tensor parallelism.
-struct Heads {
-  int64_t heads = 1, kv_heads = 1, intermediate = 1;
-  bool takes(int64_t tp) const {
-    return heads % tp == 0 && intermediate % tp == 0 && (kv_heads % tp == 0 || tp % kv_heads == 0);
-  }
-  std::string valid() const {
-    std::vector<int64_t> out;
-    for (int64_t tp = 1; tp <= std::min(heads, kListed); ++tp) {
-      if (takes(tp)) out.push_back(tp);
-    }
-    return absl::StrJoin(out, ", ");
-  }
-};
+// The first parameter of these modules that cannot be cut over so many ranks; null when all can.
+const ParamSpec* uncuttable(const std::vector<ParamSpec>& params, const std::vector<std::string_view>& modules,
+                            int64_t ranks) {
+  const auto found = std::find_if(params.begin(), params.end(), [&](const ParamSpec& param) {
+    return std::find(modules.begin(), modules.end(), param.module) != modules.end() && !held_part(param, ranks, 0).ok();
+  });
+  return found == params.end() ? nullptr : &*found;
+}
 
-absl::Status check_tensor(const ModuleSpec& module, const Heads& heads) {
+// `modules`: whose parameters must be cut so.
+absl::Status check_tensor(const ModuleSpec& module, const std::vector<ParamSpec>& params,
+                          const std::vector<std::string_view>& modules) {
   const int64_t tp = module.tp.value_or(1);
-  if (heads.takes(tp)) return absl::OkStatus();
-  const bool by_heads = heads.heads % tp != 0 || (heads.kv_heads % tp != 0 && tp % heads.kv_heads != 0);
-  return invalid(where(module.where, "tp_size"), " (", tp, ") must divide ",
-                 by_heads ? absl::StrCat("the ", heads.heads, " attention heads")
-                          : absl::StrCat("the MLP's width ", heads.intermediate),
-                 " of ", std::string(name_of(module.module)), "; valid here: ", heads.valid());
+  const ParamSpec* const param = uncuttable(params, modules, tp);
+  if (param == nullptr) return absl::OkStatus();
+  std::vector<int64_t> valid;
+  for (int64_t ranks = 1; ranks <= kListed; ++ranks) {
+    if (uncuttable(params, modules, ranks) == nullptr) valid.push_back(ranks);
+  }
+  const char* const units = param->copies                              ? " key heads"
+                            : absl::StrContains(param->name, ".attn.") ? " attention heads"
+                                                                       : " columns of the MLP";
+  return invalid(where(module.where, "tp_size"), " (", tp, ") must divide the ", param->units, units, " of ",
+                 param->module, param->copies ? ", or be a multiple of them" : "",
+                 "; valid here: ", absl::StrJoin(valid, ", "));
 }
 
 absl::Status check_layers(const ModuleSpec& module, int64_t layers) {
@@ -82,15 +86,16 @@ absl::Status check_against(const ModuleSpec& module, const ModelSpec& spec) {
     return invalid(where(module.where, "ep_size"), " (", *module.ep, "): this model (", spec.model_type,
                    ") has no experts; leave it out");
   }
-  const BackboneSpec& b = spec.backbone;
+  const std::vector<ParamSpec> params = list_params(spec);
   if (!encoder) {
-    PARVL_RETURN_IF_ERROR(check_tensor(module, {b.heads, b.kv_heads, b.intermediate}));
-    return check_layers(module, b.layers);
+    PARVL_RETURN_IF_ERROR(check_tensor(module, params, {name}));
+    return check_layers(module, spec.backbone.layers);
   }
-  const VisionSpec& v = *spec.vision;
-  if (module.module == ModuleName::kProjector) return check_tensor(module, {v.heads, v.heads, v.hidden});
-  PARVL_RETURN_IF_ERROR(check_tensor(module, {v.heads, v.heads, v.intermediate}));
-  return check_layers(module, v.layers);
+  // The projector takes the encoder's rows where they lie, and is held to what that can be cut over.
+  const std::string_view vision = name_of(ModuleName::kVisionEncoder), projector = name_of(ModuleName::kProjector);
+  if (module.module == ModuleName::kProjector) return check_tensor(module, params, {vision, projector});
+  PARVL_RETURN_IF_ERROR(check_tensor(module, params, {vision}));
+  return check_layers(module, spec.vision->layers);
 }
 
 class Planner {
