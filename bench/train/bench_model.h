@@ -1,8 +1,11 @@
-// A model with steps of some hundred milliseconds on a core, and samples for it, for benchmarks of training.
+// A model with steps of some hundred milliseconds on a core, samples for it, and what else benchmarks of training
+// share.
 #pragma once
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -11,7 +14,7 @@
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/media/image.h"
-#include "parvl/train/recipe.h"
+#include "parvl/train/trainer.h"
 
 namespace parvl {
 
@@ -78,6 +81,32 @@ inline Recipe bench_recipe(const std::string& folder, int64_t micro_batch, int64
   out.train.device = "cpu";
   out.train.out = folder + "/out";
   return out;
+}
+
+// A trainer of bench_recipe's FOLDER that is one of `ranks`, which are threads, and says nothing.
+inline std::unique_ptr<Trainer> bench_trainer(const Recipe& recipe, const std::string& folder, const Clock& clock,
+                                              Communicator& ranks, std::vector<ActionRecord>* actions = nullptr) {
+  TrainerEnvironment env;
+  env.clock = &clock;
+  env.base_dir = folder;
+  env.write = [](std::string_view) {};
+  env.communicator = &ranks;
+  env.loader_threads = 1;
+  env.actions = actions;
+  absl::StatusOr<std::unique_ptr<Trainer>> trainer = Trainer::create(recipe, env);
+  PARVL_CHECK(trainer.ok(), std::string(trainer.status().message()).c_str());
+  return *std::move(trainer);
+}
+
+inline double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// The last line and the exit code of a benchmark whose figures have a bound.
+inline int conclude(bool within, double bound) {
+  std::printf("all within %.0f %%: %s\n", bound * 100, within ? "yes" : "no");
+  return within ? 0 : 1;
 }
 
 }  // namespace parvl

@@ -22,7 +22,6 @@
 #include "parvl/base/check.h"
 #include "parvl/comm/local/local_group.h"
 #include "parvl/plan/pipeline/execution.h"
-#include "parvl/train/trainer.h"
 
 namespace parvl {
 namespace {
@@ -49,11 +48,6 @@ const std::vector<Case> kCases = {
     {"pp 2, ragged, images", {6, 6}, true, true},
     {"pp 4, ragged, images", {3, 3, 3, 3}, true, true},
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 // One sample a micro batch; a ragged one has a fifth to twice the words of an even one.
 void write_data(const std::string& folder, const Case& c) {
@@ -89,19 +83,11 @@ Steps measure(const Case& c, const std::string& folder, int rounds) {
   run_local_world(world, {}, [&](Communicator& communicator) {
     const auto rank = static_cast<size_t>(communicator.rank());
     settle(communicator.rank());
-    TrainerEnvironment env;
-    env.clock = &kClock;
-    env.base_dir = folder;
-    env.write = [](std::string_view) {};
-    env.communicator = &communicator;
-    env.loader_threads = 1;
-    env.actions = &records[rank];
-    const auto trainer = Trainer::create(recipe, env);
-    PARVL_CHECK(trainer.ok(), std::string(trainer.status().message()).c_str());
-    const GlobalBatch batch = *(*trainer)->make_loader()->next();
+    const auto trainer = bench_trainer(recipe, folder, kClock, communicator, &records[rank]);
+    const GlobalBatch batch = *trainer->make_loader()->next();
     for (int round = -kWarmUps; round < rounds; ++round) {
       records[rank].clear();
-      PARVL_CHECK((*trainer)->compute_gradients(batch).ok(), "a step failed");
+      PARVL_CHECK(trainer->compute_gradients(batch).ok(), "a step failed");
       if (round >= 0) out[static_cast<size_t>(round)][rank] = records[rank];
     }
   });
@@ -210,8 +196,7 @@ int run(int rounds, const std::string& only) {
     std::fflush(stdout);
   }
   std::filesystem::remove_all(folder);
-  std::printf("all within %.0f %%: %s\n", kBound * 100, within ? "yes" : "no");
-  return within ? 0 : 1;
+  return conclude(within, kBound);
 }
 
 }  // namespace

@@ -12,7 +12,6 @@
 #include "bench/train/bench_model.h"
 #include "parvl/comm/checked_group.h"
 #include "parvl/comm/local/local_group.h"
-#include "parvl/train/trainer.h"
 #include "tests/unit/comm_counting.h"
 
 namespace parvl {
@@ -20,11 +19,6 @@ namespace {
 
 constexpr double kBound = 0.02;
 const RealClock kClock;
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 template <typename Body>
 double seconds_of(const Body& body) {
@@ -70,22 +64,15 @@ StepCost measure(const std::string& folder, const ModuleLayout& layout, int64_t 
   StepCost out;
   run_local_world(layout.product(), {}, [&](Communicator& inner) {
     CountingCommunicator communicator(inner);
-    TrainerEnvironment env;
-    env.clock = &kClock;
-    env.base_dir = folder;
-    env.write = [](std::string_view) {};
-    env.communicator = &communicator;
-    env.loader_threads = 1;
-    const auto trainer = Trainer::create(recipe, env);
-    PARVL_CHECK(trainer.ok(), std::string(trainer.status().message()).c_str());
-    const GlobalBatch batch = *(*trainer)->make_loader()->next();
+    const auto trainer = bench_trainer(recipe, folder, kClock, communicator);
+    const GlobalBatch batch = *trainer->make_loader()->next();
     std::vector<double> steps, compares;
     for (int round = 0; round < kRounds; ++round) {
       communicator.take();
-      steps.push_back(seconds_of([&] { PARVL_CHECK((*trainer)->train_step(batch).ok(), "a step failed"); }));
+      steps.push_back(seconds_of([&] { PARVL_CHECK(trainer->train_step(batch).ok(), "a step failed"); }));
       const CallCounts counts = communicator.take();
-      PARVL_CHECK((*trainer)->ranks().agree(absl::OkStatus()).ok(), "a rank failed");  // all are here, so none waits
-      compares.push_back(seconds_of([&] { PARVL_CHECK((*trainer)->ranks().compare().ok(), "calls differ"); }));
+      PARVL_CHECK(trainer->ranks().agree(absl::OkStatus()).ok(), "a rank failed");  // all are here, so none waits
+      compares.push_back(seconds_of([&] { PARVL_CHECK(trainer->ranks().compare().ok(), "calls differ"); }));
       if (inner.rank() > 0 || round > 0) continue;
       // Receives are not counted; a stage receives as often as it sends.
       for (const auto& [call, count] : counts.of) out.calls += count.calls * (call.second == "send" ? 2 : 1);
@@ -116,8 +103,7 @@ int run() {
     std::fflush(stdout);
   }
   std::filesystem::remove_all(folder);
-  std::printf("all within %.0f %%: %s\n", kBound * 100, within ? "yes" : "no");
-  return within ? 0 : 1;
+  return conclude(within, kBound);
 }
 
 }  // namespace
