@@ -64,15 +64,11 @@ std::vector<int64_t> RunRanks::first_stage(int64_t replica) const {
 
 ProcessGroup* RunRanks::images(int64_t from, int64_t to) const { return mesh_->group(image_group(from, to)); }
 
-ProcessGroup* RunRanks::data(Module module) const {
-  return mesh_ == nullptr ? nullptr : mesh_->group(std::string(to_string(module)) + ".data");
-}
+ProcessGroup* RunRanks::data(Module module) const { return group(std::string(to_string(module)) + ".data"); }
 
-ProcessGroup* RunRanks::tensor(Module module) const {
-  return mesh_ == nullptr ? nullptr : mesh_->group(std::string(to_string(module)) + ".tp");
-}
+ProcessGroup* RunRanks::tensor(Module module) const { return group(std::string(to_string(module)) + ".tp"); }
 
-ProcessGroup* RunRanks::replica() const { return mesh_ == nullptr ? nullptr : mesh_->group("llm_backbone.model"); }
+ProcessGroup* RunRanks::replica() const { return group("llm_backbone.model"); }
 
 int64_t RunRanks::stage() const {
   if (mesh_ == nullptr) return 0;
@@ -83,7 +79,7 @@ ProcessGroup* RunRanks::between_stages(int64_t from, int64_t to) const {
   return mesh_->group(absl::StrCat("llm_backbone.pp.", from, ">", to));
 }
 
-ProcessGroup* RunRanks::tied() const { return mesh_ == nullptr ? nullptr : mesh_->group("llm_backbone.tied"); }
+ProcessGroup* RunRanks::tied() const { return group("llm_backbone.tied"); }
 
 bool RunRanks::holds(const Param& param, int64_t stage) const {
   if (param.module != Module::kBackbone) return encoder_apart_ == (stage == kEncoderStage);
@@ -122,7 +118,7 @@ at::Tensor RunRanks::whole(const ParamTable& params, const Param& param, const a
 }
 
 void RunRanks::sum(const at::Tensor& value) const {
-  ProcessGroup* world = mesh_ == nullptr ? nullptr : mesh_->group("world");
+  ProcessGroup* const world = group("world");
   if (world == nullptr) return;
   wait(world->all_reduce(buffer_of(value), ReduceOp::kSum));
   // So far a GPU's calls are only queued. The host waits for them here, where a rank that does not come is found, and
@@ -169,18 +165,17 @@ absl::Status RunRanks::sum_exactly(absl::Span<uint64_t> values) const {
 }
 
 absl::Status RunRanks::sum(absl::Span<double> values) const {
-  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
-  if (group == nullptr) return absl::OkStatus();
+  ProcessGroup* const all = group("world");
+  if (all == nullptr) return absl::OkStatus();
   const CommSite site("sum");
-  return group->all_reduce({values.data(), static_cast<int64_t>(values.size()), DType::kFloat64}, ReduceOp::kSum)
-      ->wait();
+  return all->all_reduce({values.data(), static_cast<int64_t>(values.size()), DType::kFloat64}, ReduceOp::kSum)->wait();
 }
 
 absl::StatusOr<int64_t> RunRanks::last_failed(bool mine) const {
   double last = mine ? static_cast<double>(rank()) : -1;
-  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
+  ProcessGroup* const all = group("world");
   const CommSite site("agree");
-  if (group != nullptr) PARVL_RETURN_IF_ERROR(group->all_reduce({&last, 1, DType::kFloat64}, ReduceOp::kMax)->wait());
+  if (all != nullptr) PARVL_RETURN_IF_ERROR(all->all_reduce({&last, 1, DType::kFloat64}, ReduceOp::kMax)->wait());
   return static_cast<int64_t>(last);
 }
 
@@ -193,14 +188,14 @@ absl::Status RunRanks::agree(const absl::Status& mine) const {
 }
 
 absl::Status RunRanks::compare() const {
-  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
-  return group == nullptr ? absl::OkStatus() : checked_->compare(*group);
+  ProcessGroup* const all = group("world");
+  return all == nullptr ? absl::OkStatus() : checked_->compare(*all);
 }
 
 absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std::string>>& named,
                                     const std::string& fix) const {
-  ProcessGroup* group = mesh_ == nullptr ? nullptr : mesh_->group("world");
-  if (group == nullptr) return absl::OkStatus();
+  ProcessGroup* const all = group("world");
+  if (all == nullptr) return absl::OkStatus();
   // A hash in parts that float64 holds exactly; equal everywhere when the largest is the smallest.
   std::vector<double> parts;
   for (const auto& [name, text] : named) {
@@ -211,7 +206,7 @@ absl::Status RunRanks::expect_equal(const std::vector<std::pair<std::string, std
   std::vector<double> extremes = parts;
   for (const double part : parts) extremes.push_back(-part);
   PARVL_RETURN_IF_ERROR(
-      group->all_reduce({extremes.data(), static_cast<int64_t>(extremes.size()), DType::kFloat64}, ReduceOp::kMax)
+      all->all_reduce({extremes.data(), static_cast<int64_t>(extremes.size()), DType::kFloat64}, ReduceOp::kMax)
           ->wait());
   for (size_t i = 0; i < parts.size(); ++i) {
     if (extremes[i] == -extremes[parts.size() + i]) continue;

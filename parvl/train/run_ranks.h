@@ -104,6 +104,8 @@ class RunRanks {
   void abort(const std::string& reason) const;
 
  private:
+  // This rank's group of that name; null when it is in none, or there is one process alone.
+  ProcessGroup* group(const std::string& name) const { return mesh_ == nullptr ? nullptr : mesh_->group(name); }
   const RankGrid& llm() const;
   const RankGrid& encoder() const;
 
