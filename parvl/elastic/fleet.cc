@@ -1,0 +1,366 @@
+#include "parvl/elastic/fleet.h"
+
+#include <absl/strings/str_cat.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "parvl/base/check.h"
+#include "parvl/elastic/fleet_parts.h"
+
+namespace parvl {
+
+using Order = InstanceAction::Kind;
+using Do = RequestAction::Kind;
+using Tell = RequestEvent::Kind;
+using State = InstanceState;
+
+Fleet::Fleet(FleetSettings settings) : settings_(std::move(settings)) {
+  for (size_t pool = 0; pool < settings_.pools.size(); ++pool) {
+    for (int64_t i = 0; i < settings_.pools[pool].instances; ++i) {
+      const InstanceId id{static_cast<int64_t>(instances_.size())};
+      instances_.push_back(std::make_unique<Instance>(id, pool, settings_));
+    }
+  }
+}
+
+Fleet::~Fleet() = default;
+
+const FleetPool& Fleet::pool_of(const Instance& instance) const { return settings_.pools[instance.pool]; }
+
+Fleet::Actions Fleet::start(double at_s) {
+  Actions out;
+  for (const auto& instance : instances_) carry_out(*instance, instance->life.start(at_s), at_s, out);
+  return out;
+}
+
+Fleet::Actions Fleet::instance(InstanceId id, const InstanceEvent& event) {
+  Actions out;
+  carry_out(at(id), at(id).life.handle(event), event.at_s, out);
+  tell_idle(event.at_s, out);
+  return out;
+}
+
+Fleet::Actions Fleet::loaded(InstanceId id, const InstanceEvent& event, const InstanceRoom& room) {
+  Instance& instance = at(id);
+  if (event.epoch == instance.life.epoch()) {
+    instance.room = room;
+    instance.free_kv_tokens = room.kv_tokens;
+  }
+  return this->instance(id, event);
+}
+
+Fleet::Actions Fleet::step_began(InstanceId id, int64_t epoch, int64_t size, double at_s) {
+  const double limit_s = at(id).steps.limit_s(size);
+  return instance(id, {.kind = InstanceEvent::Kind::kStepBegan, .at_s = at_s, .epoch = epoch, .step_s = limit_s});
+}
+
+Fleet::Actions Fleet::step_ended(InstanceId id, int64_t epoch, int64_t size, double seconds, double at_s) {
+  if (epoch == at(id).life.epoch()) at(id).steps.took(size, seconds);
+  return instance(id, {.kind = InstanceEvent::Kind::kStepEnded, .at_s = at_s, .epoch = epoch});
+}
+
+void Fleet::report_free(InstanceId id, int64_t epoch, int64_t free_kv_tokens) {
+  if (epoch == at(id).life.epoch()) at(id).free_kv_tokens = free_kv_tokens;
+}
+
+void Fleet::carry_out(Instance& instance, const std::vector<InstanceAction>& actions, double at_s, Actions& out) {
+  for (const InstanceAction& action : actions) {
+    if (action.kind == Order::kOpen) instance.open = true;
+    if (action.kind == Order::kClose) instance.open = false;
+    if (action.kind == Order::kFence) {
+      instance.prefixes.clear();
+      instance.images.clear();
+      instance.room = {};
+    }
+    out.push_back(InstanceOrder{instance.id, action});
+    if (action.kind == Order::kMove) move_all(instance, at_s, out);
+    if (action.kind == Order::kOpen) place_parked(at_s, out);
+  }
+}
+
+void Fleet::move_all(Instance& instance, double at_s, Actions& out) {
+  std::vector<RequestId> there;
+  for (const auto& [id, request] : requests_) {
+    if (request->uses(instance)) there.push_back(id);
+  }
+  for (const RequestId id : there) {
+    for (const FleetAction& action : request(id, {.kind = Tell::kInstanceLost, .instance = instance.id}, at_s)) {
+      out.push_back(action);
+    }
+  }
+}
+
+Fleet::Actions Fleet::arrive(RequestId id, FleetRequest what, double at_s) {
+  const size_t items = what.shape.items;
+  PARVL_CHECK(what.patches.size() == items && what.item_key.size() == items, "items without a size or a key");
+  const auto [place, is_new] = requests_.emplace(id, std::make_unique<Request>(std::move(what), items));
+  PARVL_CHECK(is_new, "a request's id that is in use");
+  Actions out;
+  carry_out(id, place->second->life.start(), at_s, out);
+  return out;
+}
+
+Fleet::Actions Fleet::request(RequestId id, const RequestEvent& event, double at_s) {
+  const auto found = requests_.find(id);
+  if (found == requests_.end()) return {};
+  Request& request = *found->second;
+  // What is lost is left before anybody else is chosen.
+  if (event.kind == Tell::kInstanceLost) {
+    const Instance* const lost = &at(event.instance);
+    if (request.generating == lost) request.leave_generation();
+    for (size_t i = 0; i < request.encoding.size(); ++i) {
+      if (request.encoding[i] == lost) request.leave_encoding(i);
+      if (request.holding[i] == lost) request.leave_output(i);
+    }
+  }
+  Actions out;
+  std::vector<RequestAction> actions = request.life.handle(event);
+  // What the lifecycle did not take up was late, and changes nothing here either.
+  const bool encoded = event.kind == Tell::kEncoded && event.item < request.encoding.size();
+  if (encoded && request.life.holder(event.item).has_value() && request.encoding[event.item] != nullptr) {
+    Instance* const there = request.encoding[event.item];
+    request.leave_encoding(event.item);
+    request.holding[event.item] = there;
+    ++there->held;
+  }
+  carry_out(id, std::move(actions), at_s, out);
+  tell_idle(at_s, out);
+  return out;
+}
+
+void Fleet::carry_out(RequestId id, std::vector<RequestAction> actions, double at_s, Actions& out) {
+  Request& request = *requests_.at(id);
+  std::deque<RequestEvent> events;
+  for (;;) {
+    for (const RequestAction& action : actions) apply(id, request, action, at_s, events, out);
+    if (request.life.ended()) break;
+    if (events.empty()) return;
+    actions = request.life.handle(events.front());
+    events.pop_front();
+  }
+  request.leave_all();
+  std::erase_if(parked_, [id](const Parked& parked) { return parked.request == id; });
+  requests_.erase(id);
+}
+
+void Fleet::apply(RequestId id, Request& request, const RequestAction& action, double at_s,
+                  std::deque<RequestEvent>& events, Actions& out) {
+  switch (action.kind) {
+    case Do::kPlaceEncoding:
+    case Do::kPlaceGeneration:
+      return place(id, request, action, at_s, events);
+    case Do::kEncode: {
+      Instance& instance = at(action.instance);
+      request.encoding[action.item] = &instance;
+      ++instance.encodings;
+      instance.pending_patches += request.what.patches[action.item];
+      instance.images.add({&request.what.item_key[action.item], 1});
+      break;
+    }
+    case Do::kGenerate: {
+      Instance& instance = at(action.instance);
+      const auto cached = static_cast<int64_t>(instance.prefixes.match(request.what.chain)) * settings_.block_tokens;
+      request.generating = &instance;
+      request.pending_tokens = std::max<int64_t>(0, request.what.needs.prompt_tokens - cached);
+      ++instance.generations;
+      instance.pending_tokens += request.pending_tokens;
+      instance.prefixes.add(request.what.chain);
+      break;
+    }
+    case Do::kDeliver:
+      request.computed_prompt();
+      break;
+    case Do::kLetGo:
+      request.leave_output(action.item);
+      break;
+    case Do::kCancelEncoding:
+      request.leave_encoding(action.item);
+      break;
+    case Do::kCancelGeneration:
+      request.leave_generation();
+      break;
+    case Do::kEnd:
+      break;
+  }
+  out.push_back(RequestOrder{id, action});
+}
+
+// What was asked for before is not asked for any more: of that item, or of the generation, for which all items must be
+// there.
+void Fleet::place(RequestId id, Request& request, const RequestAction& action, double at_s,
+                  std::deque<RequestEvent>& events) {
+  const bool encodes = action.kind == Do::kPlaceEncoding;
+  std::erase_if(parked_, [&](const Parked& parked) {
+    return parked.request == id && (parked.action.kind == Do::kPlaceGeneration || parked.action.item == action.item);
+  });
+  if (encodes) {
+    request.leave_encoding(action.item);
+    request.leave_output(action.item);
+  } else {
+    request.leave_generation();
+  }
+  const auto can = encodes ? &FleetPool::encodes : &FleetPool::generates;
+  if (const auto chosen = choose(request, action); chosen.has_value()) {
+    events.push_back({.kind = encodes ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
+                      .instance = *chosen,
+                      .item = action.item,
+                      .attempt = action.attempt});
+    return;
+  }
+  const bool coming = std::any_of(instances_.begin(), instances_.end(), [&](const auto& instance) {
+    const State state = instance->life.state();
+    return pool_of(*instance).*can && state != State::kGone && state != State::kDraining;
+  });
+  if (coming) {
+    parked_.push_back({id, action, at_s + settings_.park_s});
+  } else {
+    events.push_back({.kind = Tell::kNowhere, .status = missing(can)});
+  }
+}
+
+std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAction& action) const {
+  const bool encodes = action.kind == Do::kPlaceEncoding;
+  std::vector<InstanceLoad> loads;
+  for (const auto& instance : instances_) {
+    const FleetPool& pool = pool_of(*instance);
+    if (!instance->open || !(encodes ? pool.encodes : pool.generates)) continue;
+    InstanceLoad load;
+    load.id = instance->id;
+    load.open = true;
+    load.pending_tokens = instance->pending_tokens;
+    load.running = instance->generations;
+    load.max_running = instance->room.max_running;
+    load.free_kv_tokens = instance->free_kv_tokens - instance->pending_tokens;
+    load.pending_patches = instance->pending_patches;
+    if (encodes) {
+      load.has_output = instance->images.match({&request.what.item_key[action.item], 1}) == 1;
+    } else {
+      load.cached_tokens = static_cast<int64_t>(instance->prefixes.match(request.what.chain)) * settings_.block_tokens;
+    }
+    loads.push_back(load);
+  }
+  return encodes ? route_encoding(loads, request.what.patches[action.item], settings_.costs)
+                 : route_generation(loads, request.what.needs, settings_.costs);
+}
+
+void Fleet::place_parked(double at_s, Actions& out) {
+  for (const Parked& parked : std::exchange(parked_, {})) {
+    const auto found = requests_.find(parked.request);
+    if (found == requests_.end()) continue;
+    const bool encodes = parked.action.kind == Do::kPlaceEncoding;
+    const auto chosen = choose(*found->second, parked.action);
+    if (!chosen.has_value()) {
+      parked_.push_back(parked);
+      continue;
+    }
+    const RequestEvent placed = {.kind = encodes ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
+                                 .instance = *chosen,
+                                 .item = parked.action.item,
+                                 .attempt = parked.action.attempt};
+    carry_out(parked.request, found->second->life.handle(placed), at_s, out);
+  }
+}
+
+// One that is to go, and on which nothing is left.
+void Fleet::tell_idle(double at_s, Actions& out) {
+  for (const auto& instance : instances_) {
+    if (instance->life.state() != State::kDraining || instance->busy()) continue;
+    const InstanceEvent idle = {.kind = InstanceEvent::Kind::kIdle, .at_s = at_s, .epoch = instance->life.epoch()};
+    carry_out(*instance, instance->life.handle(idle), at_s, out);
+  }
+}
+
+Fleet::Actions Fleet::tick(double at_s) {
+  Actions out;
+  for (const auto& instance : instances_) {
+    if (at_s < instance->life.next_tick_s()) continue;
+    carry_out(*instance, instance->life.handle({.kind = InstanceEvent::Kind::kTick, .at_s = at_s}), at_s, out);
+  }
+  std::vector<Parked> late;
+  std::erase_if(parked_, [&](const Parked& parked) {
+    if (at_s < parked.until_s) return false;
+    late.push_back(parked);
+    return true;
+  });
+  for (const Parked& parked : late) {
+    const auto can = parked.action.kind == Do::kPlaceEncoding ? &FleetPool::encodes : &FleetPool::generates;
+    for (const FleetAction& action : request(parked.request, {.kind = Tell::kNowhere, .status = missing(can)}, at_s)) {
+      out.push_back(action);
+    }
+  }
+  tell_idle(at_s, out);
+  return out;
+}
+
+double Fleet::next_tick_s() const {
+  double next = std::numeric_limits<double>::infinity();
+  for (const auto& instance : instances_) next = std::min(next, instance->life.next_tick_s());
+  for (const Parked& parked : parked_) next = std::min(next, parked.until_s);
+  return next;
+}
+
+std::vector<InstanceView> Fleet::instances() const {
+  std::vector<InstanceView> out;
+  for (const auto& instance : instances_) {
+    InstanceView view;
+    view.id = instance->id;
+    view.pool = instance->pool;
+    view.epoch = instance->life.epoch();
+    view.state = instance->life.state();
+    view.open = instance->open;
+    view.running = instance->generations + instance->encodings;
+    view.failures = instance->life.failures();
+    view.stale = instance->life.stale_events();
+    view.reason = instance->life.reason();
+    view.room = instance->room;
+    out.push_back(std::move(view));
+  }
+  return out;
+}
+
+int64_t Fleet::capacity() const {
+  int64_t total = 0;
+  for (const auto& instance : instances_) {
+    if (instance->open && pool_of(*instance).generates) total += instance->room.max_running;
+  }
+  return total;
+}
+
+std::string Fleet::states_of(size_t pool) const {
+  std::string out;
+  for (const auto& instance : instances_) {
+    if (instance->pool != pool) continue;
+    const std::string_view state = kInstanceStateNames[static_cast<size_t>(instance->life.state())];
+    const std::string& reason = instance->life.reason();
+    absl::StrAppend(&out, out.empty() ? "" : "; ", "instance ", instance->id.value, " is ", std::string(state),
+                    reason.empty() ? "" : " after it failed: ", reason);
+  }
+  return out;
+}
+
+absl::Status Fleet::missing(bool FleetPool::*does) const {
+  std::string why;
+  for (size_t pool = 0; pool < settings_.pools.size(); ++pool) {
+    if (!(settings_.pools[pool].*does)) continue;
+    for (const auto& instance : instances_) {
+      if (instance->pool == pool && instance->open) return absl::OkStatus();
+    }
+    absl::StrAppend(&why, why.empty() ? "" : "; ", settings_.pools[pool].name, ": ", states_of(pool));
+  }
+  return absl::UnavailableError("no instance can take it (" + why + ")");
+}
+
+absl::Status Fleet::can_generate() const { return missing(&FleetPool::generates); }
+
+absl::Status Fleet::health() const {
+  for (size_t pool = 0; pool < settings_.pools.size(); ++pool) {
+    const auto serves = [&](const auto& instance) { return instance->pool == pool && instance->open; };
+    if (std::any_of(instances_.begin(), instances_.end(), serves)) continue;
+    return absl::UnavailableError(
+        absl::StrCat("pool ", settings_.pools[pool].name, " has no instance that is ready: ", states_of(pool)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace parvl

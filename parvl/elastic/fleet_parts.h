@@ -1,0 +1,76 @@
+// What a fleet remembers of an instance and of a request. Only fleet.cc includes it.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "parvl/elastic/fleet.h"
+
+namespace parvl {
+
+struct Fleet::Instance {
+  Instance(InstanceId name, size_t in_pool, const FleetSettings& settings)
+      : id(name),
+        pool(in_pool),
+        life(settings.instance),
+        steps(settings.first_step_s, settings.step),
+        prefixes(settings.index_limit),
+        images(settings.index_limit) {}
+
+  const InstanceId id;
+  const size_t pool;
+  InstanceLifecycle life;
+  StepDeadline steps;
+  PrefixIndex prefixes, images;
+  bool open = false;
+  InstanceRoom room;
+  int64_t free_kv_tokens = 0;  // as it said last
+  int64_t generations = 0, encodings = 0, held = 0;
+  int64_t pending_tokens = 0, pending_patches = 0;  // sent there, and not computed yet
+  bool busy() const { return generations + encodings + held > 0; }
+};
+
+// Where the parts of a request are, as its actions said.
+struct Fleet::Request {
+  Request(FleetRequest of, size_t items) : life(of.shape), what(std::move(of)), encoding(items), holding(items) {}
+
+  RequestLifecycle life;
+  FleetRequest what;
+  Instance* generating = nullptr;
+  int64_t pending_tokens = 0;  // of the prompt, until the first token of this attempt
+  std::vector<Instance*> encoding, holding;
+
+  bool uses(const Instance& instance) const {
+    const auto is_it = [&](const Instance* one) { return one == &instance; };
+    return is_it(generating) || std::any_of(encoding.begin(), encoding.end(), is_it) ||
+           std::any_of(holding.begin(), holding.end(), is_it);
+  }
+  void computed_prompt() {
+    if (generating != nullptr) generating->pending_tokens -= pending_tokens;
+    pending_tokens = 0;
+  }
+  void leave_generation() {
+    computed_prompt();
+    if (generating != nullptr) --generating->generations;
+    generating = nullptr;
+  }
+  void leave_encoding(size_t item) {
+    Instance* const was = std::exchange(encoding[item], nullptr);
+    if (was == nullptr) return;
+    --was->encodings;
+    was->pending_patches -= what.patches[item];
+  }
+  void leave_output(size_t item) {
+    if (Instance* const was = std::exchange(holding[item], nullptr); was != nullptr) --was->held;
+  }
+  void leave_all() {
+    leave_generation();
+    for (size_t i = 0; i < encoding.size(); ++i) {
+      leave_encoding(i);
+      leave_output(i);
+    }
+  }
+};
+
+}  // namespace parvl

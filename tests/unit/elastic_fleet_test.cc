@@ -1,0 +1,342 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include <map>
+#include <set>
+
+#include "parvl/elastic/fleet.h"
+
+namespace parvl {
+namespace {
+
+using Order = InstanceAction::Kind;
+using Do = RequestAction::Kind;
+using Said = InstanceEvent::Kind;
+using Tell = RequestEvent::Kind;
+using State = InstanceState;
+
+FleetSettings two_pools() {
+  FleetSettings out;
+  out.pools = {{.name = "encoder-pool", .instances = 2, .encodes = true, .generates = false},
+               {.name = "llm-pool", .instances = 2, .encodes = false, .generates = true}};
+  return out;
+}
+
+// Processes that do as they are told, and break as the test says.
+class World {
+ public:
+  explicit World(const FleetSettings& settings) : fleet(settings) { take(fleet.start(now)); }
+
+  struct Process {
+    int64_t epoch = 0;
+    bool alive = false;
+    std::map<std::pair<int64_t, int>, int64_t> generations;  // request and attempt → next token
+    std::set<std::tuple<int64_t, size_t, int>> encodings, held;
+    std::vector<Order> orders;
+  };
+  struct Client {
+    int64_t delivered = 0;
+    int ends = 0;
+    absl::Status status;
+  };
+
+  void take(const Fleet::Actions& actions) {
+    for (const FleetAction& action : actions) {
+      if (const auto* order = std::get_if<InstanceOrder>(&action)) {
+        obey(*order);
+      } else {
+        obey(std::get<RequestOrder>(action));
+      }
+    }
+  }
+
+  void say(InstanceId id, Said kind) {
+    const Process& process = processes[id.value];
+    if (!process.alive) return;
+    const InstanceEvent event = {.kind = kind, .at_s = now, .epoch = process.epoch};
+    take(kind == Said::kLoaded ? fleet.loaded(id, event, {4, 1000}) : fleet.instance(id, event));
+  }
+  void open(InstanceId id) {
+    for (const Said kind : {Said::kHello, Said::kLoaded, Said::kWarmed}) say(id, kind);
+  }
+  void die(InstanceId id) {
+    Process& process = processes[id.value];
+    if (!process.alive) return;
+    const int64_t epoch = process.epoch;
+    process = {.epoch = epoch};
+    take(fleet.instance(id, {.kind = Said::kExited, .at_s = now, .epoch = epoch}));
+  }
+  void pass(double seconds) {
+    const double until = now + seconds;
+    while (fleet.next_tick_s() <= until) {
+      now = std::max(now, fleet.next_tick_s());
+      for (auto& [id, process] : processes) say(InstanceId{id}, Said::kAlive);  // whoever lives is heard of
+      take(fleet.tick(now));
+    }
+    now = until;
+  }
+  void arrive(int64_t id, size_t items, int64_t tokens) {
+    FleetRequest request;
+    request.shape.items = items;
+    request.needs = {10, 20};
+    request.chain = {1, 2, static_cast<uint64_t>(100 + id)};
+    for (size_t i = 0; i < items; ++i) {
+      request.patches.push_back(16);
+      request.item_key.push_back(i);
+    }
+    clients[id] = {};
+    lengths[id] = tokens;
+    take(fleet.arrive(RequestId{id}, request, now));
+  }
+  // One piece of work of this instance is done.
+  void work(InstanceId id) {
+    Process& process = processes[id.value];
+    if (!process.encodings.empty()) {
+      const auto [request, item, attempt] = *process.encodings.begin();
+      process.encodings.erase(process.encodings.begin());
+      process.held.emplace(request, item, attempt);
+      take(fleet.request(RequestId{request}, {.kind = Tell::kEncoded, .instance = id, .item = item, .attempt = attempt},
+                         now));
+      return;
+    }
+    if (process.generations.empty()) return;
+    auto& [key, next] = *process.generations.begin();
+    const auto [request, attempt] = key;
+    const int64_t index = next++;
+    if (next == lengths[request]) process.generations.erase(key);
+    const bool last = index + 1 == lengths[request];
+    take(fleet.request(RequestId{request}, {.kind = Tell::kToken, .instance = id, .attempt = attempt, .index = index},
+                       now));
+    if (last) {
+      take(fleet.request(RequestId{request}, {.kind = Tell::kFinished, .instance = id, .attempt = attempt}, now));
+    }
+  }
+
+  Fleet fleet;
+  double now = 0;
+  std::map<int64_t, Process> processes;
+  std::map<int64_t, Client> clients;
+  std::map<int64_t, int64_t> lengths;
+
+ private:
+  void obey(const InstanceOrder& order) {
+    Process& process = processes[order.instance.value];
+    if (order.action.kind == Order::kStart) {
+      process = {.epoch = order.action.epoch, .alive = true};
+    } else if (order.action.kind == Order::kKill) {
+      process = {.epoch = order.action.epoch};
+    }
+    process.orders.push_back(order.action.kind);
+  }
+
+  void obey(const RequestOrder& order) {
+    const int64_t id = order.request.value;
+    const RequestAction& action = order.action;
+    const auto open = [&] { return fleet.instances()[static_cast<size_t>(action.instance.value)].open; };
+    Process& process = processes[action.instance.value];
+    switch (action.kind) {
+      case Do::kEncode:
+        EXPECT_TRUE(open()) << "work for one that takes none";
+        process.encodings.emplace(id, action.item, action.attempt);
+        break;
+      case Do::kGenerate:
+        EXPECT_TRUE(open()) << "work for one that takes none";
+        if (lengths[id] == clients[id].delivered) break;
+        process.generations[{id, action.attempt}] = clients[id].delivered;
+        break;
+      case Do::kDeliver:
+        ++clients[id].delivered;
+        break;
+      case Do::kLetGo:
+        process.held.erase({id, action.item, action.attempt});
+        break;
+      case Do::kCancelEncoding:
+        process.encodings.erase({id, action.item, action.attempt});
+        break;
+      case Do::kCancelGeneration:
+        process.generations.erase({id, action.attempt});
+        break;
+      case Do::kEnd:
+        ++clients[id].ends;
+        clients[id].status = action.status;
+        break;
+      case Do::kPlaceEncoding:
+      case Do::kPlaceGeneration:
+        ADD_FAILURE() << "a place that nobody has chosen";
+    }
+  }
+};
+
+TEST(Fleet, AnImageIsEncodedInOnePoolAndItsAnswerGeneratedInTheOther) {
+  World world(two_pools());
+  EXPECT_FALSE(world.fleet.health().ok());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  EXPECT_TRUE(world.fleet.health().ok());
+  EXPECT_EQ(world.fleet.capacity(), 8) << "of the two that generate";
+  world.arrive(7, 1, 2);
+  EXPECT_EQ(world.processes[0].encodings.size(), 1u);
+  world.work(InstanceId{0});
+  EXPECT_EQ(world.processes[2].generations.size(), 1u);
+  EXPECT_EQ(world.processes[0].held.size(), 1u);
+  world.work(InstanceId{2});
+  EXPECT_TRUE(world.processes[0].held.empty()) << "its first token is there, so its features were taken over";
+  world.work(InstanceId{2});
+  EXPECT_EQ(world.clients[7].ends, 1);
+  EXPECT_TRUE(world.clients[7].status.ok());
+  for (const InstanceView& view : world.fleet.instances()) EXPECT_EQ(view.running, 0);
+}
+
+TEST(Fleet, TextGoesOnElsewhereFromTheTokensThatWereDelivered) {
+  World world(two_pools());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.arrive(1, 0, 5);
+  world.work(InstanceId{2});
+  world.work(InstanceId{2});
+  world.die(InstanceId{2});
+  ASSERT_EQ(world.processes[3].generations.size(), 1u);
+  EXPECT_EQ(world.processes[3].generations.begin()->second, 2) << "the next token is the third";
+  for (int i = 0; i < 3; ++i) world.work(InstanceId{3});
+  EXPECT_EQ(world.clients[1].delivered, 5);
+  EXPECT_TRUE(world.clients[1].status.ok());
+}
+
+TEST(Fleet, WorkWaitsForAnInstanceThatComesBackAndEndsWhenNoneDoes) {
+  FleetSettings settings = two_pools();
+  settings.pools[1].instances = 1;
+  settings.instance.start_s = 1000;
+  World world(settings);
+  for (int64_t id = 0; id < 3; ++id) world.open(InstanceId{id});
+  world.arrive(1, 0, 3);
+  world.work(InstanceId{2});
+  world.die(InstanceId{2});
+  EXPECT_FALSE(world.fleet.can_generate().ok());
+  EXPECT_THAT(world.fleet.health().message(), ::testing::HasSubstr("pool llm-pool has no instance that is ready"));
+  world.arrive(2, 0, 3);
+  EXPECT_EQ(world.clients[1].ends + world.clients[2].ends, 0) << "both wait";
+  world.pass(1);
+  EXPECT_TRUE(world.processes[2].alive) << "started again after half a second";
+  world.open(InstanceId{2});
+  EXPECT_EQ(world.processes[2].generations.size(), 2u);
+  for (int i = 0; i < 5; ++i) world.work(InstanceId{2});
+  EXPECT_EQ(world.clients[1].delivered + world.clients[2].delivered, 6);
+  world.arrive(3, 0, 3);
+  world.die(InstanceId{2});
+  world.pass(settings.park_s + 2);  // it starts, and says nothing
+  EXPECT_EQ(world.clients[3].ends, 1);
+  EXPECT_TRUE(absl::IsUnavailable(world.clients[3].status)) << world.clients[3].status;
+}
+
+TEST(Fleet, EqualPromptsGoWhereTheirPrefixIs) {
+  World world(two_pools());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  FleetRequest request;
+  request.needs = {1000, 1100};
+  for (uint64_t i = 0; i < 62; ++i) request.chain.push_back(i);
+  std::vector<int64_t> where;
+  for (int64_t id = 1; id <= 3; ++id) {
+    world.lengths[id] = 1;
+    world.take(world.fleet.arrive(RequestId{id}, request, world.now));
+    for (int64_t i = 2; i < 4; ++i) {
+      if (world.processes[i].generations.contains({id, 1})) where.push_back(i);
+    }
+    world.take(world.fleet.request(RequestId{id}, {.kind = Tell::kToken, .attempt = 1, .index = 0}, world.now));
+    world.take(world.fleet.request(RequestId{id}, {.kind = Tell::kFinished, .attempt = 1}, world.now));
+  }
+  EXPECT_THAT(where, ::testing::ElementsAre(2, 2, 2));
+}
+
+TEST(Fleet, AHungStepIsFoundByWhatStepsOfItsSizeHaveTaken) {
+  World world(two_pools());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  for (int i = 0; i < 50; ++i) {
+    world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
+    world.take(world.fleet.step_ended(InstanceId{2}, 1, 16, 0.01, world.now));
+  }
+  world.arrive(1, 0, 5);
+  world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
+  world.pass(2.9);
+  EXPECT_EQ(world.fleet.instances()[2].state, State::kReady);
+  world.pass(0.2);
+  EXPECT_EQ(world.fleet.instances()[2].state, State::kFailed) << "three seconds are the least";
+  EXPECT_EQ(world.processes[3].generations.size(), 1u);
+  world.take(world.fleet.step_ended(InstanceId{2}, 1, 16, 3.2, world.now));
+  EXPECT_EQ(world.fleet.instances()[2].stale, 1) << "what it says later has no effect";
+}
+
+TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
+  World world(two_pools());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.arrive(1, 0, 2);
+  world.take(world.fleet.instance(InstanceId{2}, {.kind = Said::kDrain, .at_s = world.now}));
+  EXPECT_EQ(world.fleet.instances()[2].state, State::kDraining);
+  world.arrive(2, 0, 1);
+  EXPECT_EQ(world.processes[3].generations.size(), 1u);
+  world.work(InstanceId{2});
+  EXPECT_NE(world.processes[2].orders.back(), Order::kRelease);
+  world.work(InstanceId{2});
+  EXPECT_EQ(world.processes[2].orders.back(), Order::kRelease);
+  world.die(InstanceId{2});
+  EXPECT_EQ(world.fleet.instances()[2].state, State::kGone);
+  EXPECT_EQ(world.clients[1].ends, 1);
+}
+
+// Whatever dies, comes back, drains or leaves in whatever order: each request ends once with all its tokens, or with a
+// reason, and nothing stays counted.
+RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
+  FleetSettings settings = two_pools();
+  settings.pools[1].encodes = *rc::gen::arbitrary<bool>();
+  World world(settings);
+  int64_t next = 1;
+  const auto some = [] { return InstanceId{*rc::gen::inRange(0, 4)}; };
+  const int steps = *rc::gen::inRange(10, 150);
+  for (int i = 0; i < steps; ++i) {
+    const int dice = *rc::gen::inRange(0, 16);
+    const InstanceId id = some();
+    if (dice < 2) world.open(id);
+    if (dice == 2) world.die(id);
+    if (dice == 3) world.pass(*rc::gen::element(0.1, 0.6, 2.0, 40.0));
+    if (dice >= 4 && dice < 7 && next < 12) {
+      world.arrive(next++, *rc::gen::inRange<size_t>(0, 3), *rc::gen::inRange(1, 6));
+    }
+    if (dice >= 7 && dice < 14) world.work(id);
+    if (dice == 14 && next > 1) {
+      world.take(world.fleet.request(RequestId{*rc::gen::inRange<int64_t>(1, next)}, {.kind = Tell::kLeft}, world.now));
+    }
+    if (dice == 15 && *rc::gen::inRange(0, 8) == 0) {
+      world.take(world.fleet.instance(id, {.kind = Said::kDrain, .at_s = world.now}));
+    }
+  }
+  for (int round = 0; round < 60 && world.fleet.requests() > 0; ++round) {
+    for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+    for (int i = 0; i < 10; ++i) {
+      for (int64_t id = 0; id < 4; ++id) world.work(InstanceId{id});
+    }
+    world.pass(31);
+  }
+  RC_ASSERT(world.fleet.requests() == 0u);
+  for (const auto& [id, client] : world.clients) {
+    RC_ASSERT(client.ends == 1);
+    RC_ASSERT(client.delivered <= world.lengths[id]);
+    RC_ASSERT(!client.status.ok() || client.delivered == world.lengths[id]);
+  }
+  for (const InstanceView& view : world.fleet.instances()) RC_ASSERT(view.running == 0);
+  for (const auto& [id, process] : world.processes) RC_ASSERT(process.held.empty() || !process.alive);
+}
+
+TEST(PrefixIndex, ForgetsTheLeastRecentlyUsedAndTheEndsOfChainsFirst) {
+  PrefixIndex index(4);
+  const std::vector<uint64_t> a = {1, 2, 3}, b = {1, 5};
+  index.add(a);
+  index.add(b);
+  EXPECT_EQ(index.match(a), 3u);
+  EXPECT_EQ(index.match(b), 2u);
+  index.add(std::vector<uint64_t>{9});
+  EXPECT_EQ(index.size(), 4u);
+  EXPECT_EQ(index.match(a), 2u) << "its end went, not its beginning";
+  index.clear();
+  EXPECT_EQ(index.match(b), 0u);
+}
+
+}  // namespace
+}  // namespace parvl
