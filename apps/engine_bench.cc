@@ -175,7 +175,7 @@ absl::Status run_bench(const BenchFlags& flags, const Context& context) {
   EngineOptions options = flags.engine;
   options.max_seqs = std::max(options.max_seqs, flags.clients);
   StepTimes steps;
-  options.on_step = steps.listener();
+  options.hooks.on_step = steps.listener();
   const auto startup = std::make_shared<Startup>(context.clock, [](const std::string& line) { log_info(line); });
   options.load.startup = startup;
   PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.model, options, context.clock));

@@ -129,15 +129,20 @@ void EngineLoop::step() {
   trace_.counts(clock_.now_seconds(), counts.running, counts.waiting,
                 static_cast<double>(counts.blocks_used) / static_cast<double>(counts.blocks));
   static_cast<SchedulerStats&>(done_) = counts;
-  std::lock_guard lock(mutex_);
-  stats_ = done_;
+  {
+    std::lock_guard lock(mutex_);
+    stats_ = done_;
+  }
+  if (config_.hooks.on_turn) config_.hooks.on_turn();
 }
 
 void EngineLoop::submit_step() {
   const double now = clock_.now_seconds();
   const SchedulerOutput output = scheduler_.schedule(now);
   parts_.clear();
+  int64_t tokens = 0;
   for (const SequenceWork& work : output.sequences) {
+    tokens += work.count;
     Live& live = *live_.at(work.id);
     parts_.push_back({work.id, work.begin, work.count, work.samples, live.phase != Phase::kDecode});
     if (!std::exchange(live.in_step, true)) live.result.cached_tokens = work.begin;
@@ -148,6 +153,7 @@ void EngineLoop::submit_step() {
   }
   for (const RequestId id : output.preempted) trace_.preempted(live_.at(id)->request.track, now);
   in_flight_ = !output.sequences.empty();
+  if (in_flight_ && config_.hooks.on_submit) config_.hooks.on_submit(tokens);
   executor_->submit(output);
   if (in_flight_ || !output.encodes.empty()) trace_.scheduled(now, clock_.now_seconds(), output);
 }
@@ -267,7 +273,7 @@ void EngineLoop::account(const Completion& completion) {
     trace_.part(live.request.track, completion, part);
   }
   count(report.is_decode() ? WorkKind::kDecode : WorkKind::kPrefill, completion);
-  if (config_.on_step) config_.on_step(report);
+  if (config_.hooks.on_step) config_.hooks.on_step(report);
 }
 
 void EngineLoop::count(WorkKind work, const Completion& completion) {

@@ -58,6 +58,13 @@ class Engine {
   virtual void cancel(RequestId id) = 0;
   // Any thread.
   virtual EngineStats stats() const = 0;
+
+  // Any thread. Whether all of it works: else Unavailable, with the part that does not and why.
+  virtual absl::Status health() const { return absl::OkStatus(); }
+  // Any thread. Whether a request that is submitted now has somewhere to run.
+  virtual absl::Status accepts() const { return absl::OkStatus(); }
+  // `changed` is called on any thread when max_running() or accepts() may have changed. Set once, before a submit.
+  virtual void watch_capacity(std::function<void()> changed) {}
 };
 
 struct EngineConfig {
@@ -66,10 +73,10 @@ struct EngineConfig {
   SamplingParams default_sampling;
   std::vector<TokenId> end_tokens;
   std::string device_name;
-  int64_t encoder_bytes_a_token = 0;               // of a media token's encoder output
-  RecordedScheduler::Write record;                 // null: nothing is recorded
-  std::shared_ptr<Timeline> timeline;              // null: there is none
-  std::function<void(const EngineStep&)> on_step;  // null: nobody asks. On the engine's thread; must not block
+  int64_t encoder_bytes_a_token = 0;   // of a media token's encoder output
+  RecordedScheduler::Write record;     // null: nothing is recorded
+  std::shared_ptr<Timeline> timeline;  // null: there is none
+  EngineHooks hooks;
 };
 
 // The engine itself: one thread that schedules, hands steps to the executor and gives out what comes back.

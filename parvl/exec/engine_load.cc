@@ -92,7 +92,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     config.prompts = files.prompts;
     config.default_sampling = files.sampling;
     config.timeline = options.timeline;
-    config.on_step = options.on_step;
+    config.hooks = options.hooks;
     config.end_tokens = files.end_tokens;
     config.device_name = device_text(files.device);
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * dtype_bytes(files.dtype);
@@ -101,6 +101,18 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     auto executor = make_torch_executor(std::move(files), config.scheduler, clock,
                                         {.graphs = !options.enforce_eager, .startup = options.load.startup});
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
+    return absl::OkStatus();
+  }));
+  return out;
+}
+
+absl::StatusOr<EngineFront> load_front(const std::string& dir, const LoadOptions& options) {
+  EngineFront out;
+  PARVL_RETURN_IF_ERROR(catch_exceptions("cannot load " + dir, [&]() -> absl::Status {
+    LoadOptions without_device = options;
+    without_device.device = "cpu";
+    PARVL_ASSIGN_OR_RETURN(const LoadedFiles files, read_files(dir, without_device));
+    out = {files.prompts, files.sampling, files.end_tokens, files.max_model_len};
     return absl::OkStatus();
   }));
   return out;

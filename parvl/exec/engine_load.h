@@ -18,16 +18,26 @@ struct EngineOptions {
   int64_t kv_cache_bytes = 0;       // 0: a quarter of what is left, at most 8 GiB; all that is left of a GPU's
   int64_t encoder_cache_bytes = 0;  // 0: an eighth of what is left, at most 1 GiB
   bool prefix_caching = true;
-  bool enforce_eager = false;                      // on a GPU: no recorded decode steps
-  std::string record_path;                         // "": nothing is recorded; else what `parvl replay` reads
-  int64_t record_max_bytes = int64_t{1} << 30;     // where a record ends
-  std::shared_ptr<Timeline> timeline;              // null: there is none
-  std::function<void(const EngineStep&)> on_step;  // as EngineConfig::on_step
+  bool enforce_eager = false;                   // on a GPU: no recorded decode steps
+  std::string record_path;                      // "": nothing is recorded; else what `parvl replay` reads
+  int64_t record_max_bytes = int64_t{1} << 30;  // where a record ends
+  std::shared_ptr<Timeline> timeline;           // null: there is none
+  EngineHooks hooks;
 };
 
 // Errors as read_files; InvalidArgument too for limits that make no sense together, and, before any weight is read, for
 // what does not fit the memory there is (plan/cost/fit.h). `clock` must outlive the engine.
 absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, const EngineOptions& options,
                                                     const Clock& clock);
+
+// What can be said and checked about a model's requests without its weights.
+struct EngineFront {
+  std::shared_ptr<const PromptBuilder> prompts;
+  SamplingParams sampling;  // as Engine::default_sampling()
+  std::vector<TokenId> end_tokens;
+  int64_t max_model_len = 0;
+};
+// Errors as read_files.
+absl::StatusOr<EngineFront> load_front(const std::string& dir, const LoadOptions& options);
 
 }  // namespace parvl

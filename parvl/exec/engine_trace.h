@@ -2,6 +2,7 @@
 // each encoding, and the counts of running and waiting. Ids and counts, no content.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -27,6 +28,13 @@ struct EngineStep {
 
 // Where a request is, as far as its spans are open.
 enum class Phase { kQueue, kBeforePrefill, kPrefill, kDecode };
+
+// Who wants to know what the engine does as it does it. On the engine's thread; must not block; null: nobody asks.
+struct EngineHooks {
+  std::function<void(int64_t tokens)> on_submit;   // a step goes to the executor
+  std::function<void(const EngineStep&)> on_step;  // it has been computed
+  std::function<void()> on_turn;                   // all that this turn of the loop had to tell was told
+};
 
 // Without a timeline, or while that does not record, nothing happens. One thread, the engine's.
 class EngineTrace {

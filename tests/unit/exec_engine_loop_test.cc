@@ -122,7 +122,7 @@ class EngineLoopTest : public testing::Test {
   std::unique_ptr<EngineLoop> make(uint64_t seed, int64_t failures_in_1000,
                                    std::function<void(const EngineStep&)> on_step = nullptr) {
     EngineConfig config;
-    config.on_step = std::move(on_step);
+    config.hooks.on_step = std::move(on_step);
     config.scheduler.max_model_len = 64;
     config.scheduler.num_blocks = 20;
     config.scheduler.block_size = 4;
