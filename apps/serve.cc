@@ -1,16 +1,16 @@
 // parvl serve: the OpenAI-compatible server.
 #include <absl/strings/numbers.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <future>
 #include <memory>
+#include <optional>
 #include <random>
 
 #include "apps/commands.h"
+#include "apps/serve_pools.h"
 #include "parvl/base/json.h"
 #include "parvl/base/log.h"
 #include "parvl/base/signal.h"
@@ -20,6 +20,7 @@
 #include "parvl/plan/placement_text.h"
 #include "parvl/serve/media_fetch.h"
 #include "parvl/serve/server.h"
+#include "parvl/serve/warm_up.h"
 
 namespace parvl {
 namespace {
@@ -95,30 +96,24 @@ absl::Status check_tensor_parallel(ServeFlags& flags) {
   return absl::OkStatus();
 }
 
-// Holds the allocation file against the model, and prints what became of it where that is asked for: then it is `done`.
-absl::Status read_placement(const ServeFlags& flags, bool& done) {
+// None without an allocation file. Prints what became of it where that is asked for: then it is `done`.
+absl::StatusOr<std::optional<PoolServing>> read_placement(const ServeFlags& flags, bool& done) {
   if (flags.config.empty()) {
     for (const auto& [name, given] :
          {std::pair("--print-config", flags.print_config), std::pair("--device-map", !flags.device_map.empty())}) {
       if (given) return invalid(name, " is about an allocation; give its file with --config");
     }
-    return absl::OkStatus();
+    return std::nullopt;
   }
-  PARVL_ASSIGN_OR_RETURN(const Allocation allocation, load_allocation(flags.config));
-  PARVL_ASSIGN_OR_RETURN(const auto device_map, parse_device_map(flags.device_map, allocation));
-  PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(flags.serve.model_dir));
-  DType dtype = spec.dtype;
-  if (flags.engine.load.dtype != "auto") {
-    PARVL_ASSIGN_OR_RETURN(dtype, parse_dtype(flags.engine.load.dtype));
+  PARVL_ASSIGN_OR_RETURN(PoolServing pools,
+                         read_pools(flags.config, flags.device_map, flags.serve.model_dir, flags.engine.load.dtype));
+  if (!flags.print_config) {
+    PARVL_RETURN_IF_ERROR(check_servable(pools.plan));
+    return pools;
   }
-  PARVL_ASSIGN_OR_RETURN(const PlacementPlan plan, place(allocation, spec, dtype));
-  if (!flags.print_config)
-    return absl::UnimplementedError(
-        "serving with --config is not available yet; --print-config shows what became of it, and without --config "
-        "everything runs in one process");
-  std::printf("%s\n", placement_json(allocation, plan, device_map).dump(2).c_str());
+  std::printf("%s\n", placement_json(pools.allocation, pools.plan, pools.device_map).dump(2).c_str());
   done = true;
-  return absl::OkStatus();
+  return pools;
 }
 
 // A line to copy: asks about a small red square, or for a text where the model takes no images.
@@ -132,22 +127,6 @@ std::string example_request(const ServeFlags& flags, const std::string& url, boo
   const Json body = {{"messages", {{{"role", "user"}, {"content", content}}}}, {"max_tokens", 32}};
   const std::string key = flags.serve.api_keys.empty() ? "" : " -H 'Authorization: Bearer '\"$API_KEY\"";
   return absl::StrCat("try: curl ", url, "/v1/chat/completions", key, " -d '", body.dump(), "'");
-}
-
-// One short generation, so that the first request does not pay for what is made once.
-absl::Status warm_up(Engine& engine) {
-  EngineRequest request;
-  auto prompt = std::make_shared<Prompt>();
-  prompt->ids.assign(static_cast<size_t>(std::clamp<int64_t>(engine.max_model_len() - 2, 1, 64)), 0);
-  request.prompt = std::move(prompt);
-  request.sampling.max_tokens = 2;
-  request.sampling.temperature = 0;
-  request.sampling.ignore_eos = true;
-  auto ended = std::make_shared<std::promise<absl::Status>>();
-  request.on_token = [](const TokenEvent&) {};
-  request.on_end = [ended](const absl::StatusOr<GenerateResult>& result) { ended->set_value(result.status()); };
-  engine.submit(std::move(request));
-  return with_context(ended->get_future().get(), "the first generation");
 }
 
 absl::Status start_trace(ServeFlags& flags, const Clock& clock) {
@@ -171,7 +150,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   PARVL_RETURN_IF_ERROR(check_tensor_parallel(flags));
   bool done = false;
-  PARVL_RETURN_IF_ERROR(read_placement(flags, done));
+  PARVL_ASSIGN_OR_RETURN(const std::optional<PoolServing> pools, read_placement(flags, done));
   if (done) return absl::OkStatus();
   PARVL_RETURN_IF_ERROR(check_body_limit(flags.serve.http));
   PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
@@ -203,7 +182,14 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   flags.engine.load.memory_limit_bytes = context.memory_limit_bytes;
   auto heartbeat = std::make_unique<Heartbeat>(startup);
   bool takes_images = false;
-  const auto load = [&flags, &context, &takes_images, startup]() -> absl::StatusOr<std::unique_ptr<Engine>> {
+  const auto load = [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
+    if (pools.has_value()) {
+      startup->begin("instances");
+      PARVL_ASSIGN_OR_RETURN(auto fleet, start_pools(*pools, flags.serve.model_dir, flags.engine, context));
+      startup->begin("listening");
+      takes_images = fleet->prompts().has_images();
+      return fleet;
+    }
     PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.serve.model_dir, flags.engine, context.clock));
     startup->begin("warm-up");
     PARVL_RETURN_IF_ERROR(warm_up(*engine));

@@ -4,9 +4,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +14,7 @@
 #include <optional>
 
 #include "parvl/base/check.h"
+#include "parvl/launch/child_process.h"
 
 namespace parvl {
 namespace {
@@ -35,36 +34,9 @@ absl::StatusOr<int64_t> free_port() {
   return ntohs(address.sin_port);
 }
 
-// In the child: never returns. Only calls that are safe between fork and exec.
-[[noreturn]] void become(char* const* arguments, char* const* environment, pid_t parent) {
-  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != parent) ::_exit(1);  // it died before the line above
-  ::setpgid(0, 0);                        // an interrupt from the terminal reaches the ranks through us alone, once
-  sigset_t none;
-  sigemptyset(&none);
-  ::sigprocmask(SIG_SETMASK, &none, nullptr);
-  for (const int signal : {SIGINT, SIGTERM, SIGPIPE}) ::signal(signal, SIG_DFL);
-  ::execvpe(arguments[0], arguments, environment);
-  constexpr char kText[] = "parvl launch: the command cannot be started: ";
-  const char* reason = ::strerrordesc_np(errno);
-  if (::write(STDERR_FILENO, kText, sizeof kText - 1) < 0 ||
-      ::write(STDERR_FILENO, arguments[0], std::strlen(arguments[0])) < 0 || ::write(STDERR_FILENO, ": ", 2) < 0 ||
-      ::write(STDERR_FILENO, reason, std::strlen(reason)) < 0 || ::write(STDERR_FILENO, "\n", 1) < 0) {
-  }
-  ::_exit(2);
-}
-
-std::vector<char*> pointers(std::vector<std::string>& texts) {
-  std::vector<char*> out;
-  for (std::string& text : texts) out.push_back(text.data());
-  out.push_back(nullptr);
-  return out;
-}
-
 struct Rank {
   int64_t rank = 0;
-  pid_t pid = -1;
-  int descriptor = -1;  // readable when it has ended
+  ChildProcess process;
   std::optional<int> ended;
 };
 
@@ -76,11 +48,11 @@ class Attempt {
   ~Attempt() {
     for (Rank& rank : ranks_) {
       if (!rank.ended.has_value()) {
-        ::kill(-rank.pid, SIGKILL);
-        ::kill(rank.pid, SIGKILL);  // its group may not be there yet
-        ::waitpid(rank.pid, nullptr, 0);
+        ::kill(-rank.process.pid, SIGKILL);
+        ::kill(rank.process.pid, SIGKILL);  // its group may not be there yet
+        ::waitpid(rank.process.pid, nullptr, 0);
       }
-      if (rank.descriptor >= 0) ::close(rank.descriptor);
+      if (rank.process.descriptor >= 0) ::close(rank.process.descriptor);
     }
   }
 
@@ -102,7 +74,7 @@ class Attempt {
       std::vector<Rank*> alive;
       for (Rank& rank : ranks_) {
         if (rank.ended.has_value()) continue;
-        waits.push_back({rank.descriptor, POLLIN, 0});
+        waits.push_back({rank.process.descriptor, POLLIN, 0});
         alive.push_back(&rank);
       }
       if (alive.empty()) return absl::OkStatus();
@@ -127,33 +99,15 @@ class Attempt {
 
  private:
   absl::Status start_rank(int64_t local, int64_t port) {
-    std::vector<std::string> arguments = options_.command, environment;
-    const auto own = rank_environment(options_, local, port, attempt_);
-    for (char** entry = environ; *entry != nullptr; ++entry) {
-      const std::string text = *entry, name = text.substr(0, text.find('='));
-      bool replaced = false;
-      for (const auto& [key, value] : own) replaced = replaced || key == name;
-      if (!replaced) environment.push_back(text);
-    }
-    for (const auto& [key, value] : own) environment.push_back(key + "=" + value);
-    const std::vector<char*> argv = pointers(arguments), envp = pointers(environment);
-    const pid_t parent = ::getpid(), pid = ::fork();
-    if (pid == 0) become(argv.data(), envp.data(), parent);
-    if (pid < 0) return failed("cannot start rank ", local, ": ", std::strerror(errno));
+    const auto process = start_child({options_.command, rank_environment(options_, local, port, attempt_)});
+    if (!process.ok()) return with_context(process.status(), absl::StrCat("rank ", local));
     Rank& rank = ranks_.emplace_back();
     rank.rank = options_.node * options_.processes + local;
-    rank.pid = pid;
-    rank.descriptor = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));  // glibc 2.36 declares it for C alone
-    if (rank.descriptor < 0) return failed("cannot watch rank ", rank.rank, ": ", std::strerror(errno));
+    rank.process = *process;
     return absl::OkStatus();
   }
 
-  static void reap(Rank& rank) {
-    int status = 0;
-    PARVL_CHECK(::waitpid(rank.pid, &status, 0) == rank.pid, "a rank that nobody can wait for");
-    rank.ended = status;
-    ::kill(-rank.pid, SIGKILL);  // what it started and left
-  }
+  static void reap(Rank& rank) { rank.ended = reap_child(rank.process); }
 
   void kill_the_rest() {
     for (const Rank& rank : ranks_) {
@@ -166,7 +120,7 @@ class Attempt {
 
   void signal_all(int signal) {
     for (const Rank& rank : ranks_) {
-      if (!rank.ended.has_value()) ::kill(signal == SIGKILL ? -rank.pid : rank.pid, signal);
+      if (!rank.ended.has_value()) ::kill(signal == SIGKILL ? -rank.process.pid : rank.process.pid, signal);
     }
   }
 
@@ -175,11 +129,7 @@ class Attempt {
   std::vector<Rank> ranks_;
 };
 
-std::string how_it_ended(const Rank& rank) {
-  const int status = *rank.ended;
-  return WIFSIGNALED(status) ? absl::StrCat("rank ", rank.rank, " was ended by ", ::strsignal(WTERMSIG(status)))
-                             : absl::StrCat("rank ", rank.rank, " ended with exit code ", WEXITSTATUS(status));
-}
+std::string end_of(const Rank& rank) { return absl::StrCat("rank ", rank.rank, " ", how_it_ended(*rank.ended)); }
 
 }  // namespace
 
@@ -206,7 +156,7 @@ absl::Status supervise(const LaunchOptions& options) {
     const Rank* bad = nullptr;
     PARVL_RETURN_IF_ERROR(run.watch(bad, stopped));
     if (bad == nullptr) return absl::OkStatus();
-    const std::string what = how_it_ended(*bad);
+    const std::string what = end_of(*bad);
     if (WIFEXITED(*bad->ended) && WEXITSTATUS(*bad->ended) == 2) return invalid(what, "; its last line says why");
     if (stopped || attempt == options.max_restarts) {
       return failed(

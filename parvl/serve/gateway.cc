@@ -57,6 +57,10 @@ const Route* route_of(std::string_view path) {
   return found == std::end(kRoutes) ? nullptr : found;
 }
 
+absl::Status no_instance(const absl::Status& status) {
+  return status.ok() ? status : api_error(503, std::string(status.message()), "no_healthy_instance");
+}
+
 bool is_probe(std::string_view path) { return path == "/livez" || path == "/readyz" || path == "/health"; }
 
 }  // namespace
@@ -121,7 +125,7 @@ absl::Status Gateway::check_key(const HttpConnection& connection) const {
 absl::Status Gateway::accepts() const {
   switch (state_) {
     case State::kReady:
-      return absl::OkStatus();
+      return no_instance(model_->engine->accepts());
     case State::kLoading:
       return api_error(503, "the model is still loading", "loading");
     case State::kDraining:
@@ -133,6 +137,7 @@ absl::Status Gateway::accepts() const {
 
 absl::Status Gateway::health() const {
   PARVL_RETURN_IF_ERROR(accepts());
+  PARVL_RETURN_IF_ERROR(no_instance(model_->engine->health()));
   if (failure_.empty()) return absl::OkStatus();
   return api_error(503, "the last generation failed: " + failure_, "generation_failed");
 }
@@ -295,13 +300,21 @@ void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
     log_info("tools: calls in the form ", tools.family, tools.parallel ? "" : ", one an answer",
              ", as the chat template writes them");
   }
+  model_->engine->watch_capacity([this] { asio::post(io_, [this] { set_limits(); }); });
+  set_limits();
+  if (state_ == State::kLoading) state_ = State::kReady;
+}
+
+// Of what the engine can do now. With no instance there is nothing to be had a turn for; who waits, waits on.
+void Gateway::set_limits() {
+  if (model_ == nullptr) return;
   Admission::Limits limits;
   limits.waiting.fill(static_cast<size_t>(options_.max_queue));
   limits.running = static_cast<size_t>(model_->engine->max_running());
-  const int64_t tokens = options_.max_queue_tokens;
-  limits.tokens = static_cast<size_t>(tokens > 0 ? tokens : kQueueTokens * model_->engine->kv_tokens());
+  const int64_t tokens = options_.max_queue_tokens, held = model_->engine->kv_tokens();
+  limits.tokens = static_cast<size_t>(tokens > 0 ? tokens : kQueueTokens * held);
+  if (limits.running == 0) limits.tokens = admission_.limits().tokens;
   admission_.set_limits(limits);
-  if (state_ == State::kLoading) state_ = State::kReady;
 }
 
 // Requests are still taken while the server is unhealthy: only one that succeeds can show that the trouble is over. A

@@ -95,8 +95,9 @@ class Gateway : public HttpHandler {
  private:
   absl::Status check_key(const HttpConnection& connection) const;
   absl::Status check_method(const HttpConnection& connection) const;
-  absl::Status accepts() const;  // requests: the model is loaded and nobody shuts down
-  absl::Status health() const;   // accepts(), and the last generation did not fail
+  absl::Status accepts() const;  // requests: the model is loaded, has somewhere to run, and nobody shuts down
+  void set_limits();
+  absl::Status health() const;  // accepts(), all instances' pools serve, and the last generation did not fail
   Json model_card(const std::string& name) const;
   asio::awaitable<void> reply_health(HttpConnection& connection);
   asio::awaitable<void> reply_models(HttpConnection& connection);

@@ -42,8 +42,7 @@ class StreamServer::Impl final : public wire::Gateway::CallbackService {
     none_left_.wait(lock, [this] { return streams_.empty(); });
   }
 
-  grpc::ServerBidiReactor<wire::FromInstance, wire::ToInstance>* Attach(
-      grpc::CallbackServerContext* context) override;
+  grpc::ServerBidiReactor<wire::FromInstance, wire::ToInstance>* Attach(grpc::CallbackServerContext* context) override;
 
   void send(StreamId id, wire::Command command);
   void close(StreamId id);
@@ -93,8 +92,7 @@ class StreamServer::Impl::Stream final : public grpc::ServerBidiReactor<wire::Fr
 
   void OnReadDone(bool ok) override {
     if (!ok) return finish();
-    server_.handlers_.message(id_, incoming_);
-    incoming_.Clear();
+    server_.handlers_.message(id_, std::exchange(incoming_, {}));
     StartRead(&incoming_);
   }
 

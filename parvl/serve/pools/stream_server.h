@@ -6,13 +6,11 @@
 #include <memory>
 #include <string>
 
-#include "parvl/base/ids.h"
 #include "parvl/base/status.h"
+#include "parvl/serve/pools/stream_id.h"
 #include "proto/instance.pb.h"
 
 namespace parvl {
-
-using StreamId = StrongId<struct StreamTag, int64_t>;
 
 inline constexpr int kMaxMessageBytes = 512 << 20;  // one that is larger would end its stream
 
@@ -20,7 +18,7 @@ class StreamServer {
  public:
   struct Handlers {
     // On gRPC's threads, in order for each stream; must not block. After `closed` nothing comes of that stream.
-    std::function<void(StreamId, const wire::FromInstance&)> message;
+    std::function<void(StreamId, wire::FromInstance)> message;
     std::function<void(StreamId)> closed;
   };
 

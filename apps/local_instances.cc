@@ -1,0 +1,54 @@
+#include "apps/local_instances.h"
+
+#include <absl/strings/str_cat.h>
+
+#include <utility>
+
+#include "parvl/launch/children.h"
+
+namespace parvl {
+namespace {
+
+// An epoch of an instance never comes again, so the two name a process.
+constexpr int kEpochBits = 32;
+
+class LocalInstances : public InstanceStarter {
+ public:
+  LocalInstances(const std::string& program, std::map<std::string, std::string> devices)
+      : program_(program), devices_(std::move(devices)), children_([this](Children::Key key, const std::string& how) {
+          on_exit_(InstanceId{key >> kEpochBits}, key & ((int64_t{1} << kEpochBits) - 1), "its process " + how);
+        }) {}
+
+  void set_on_exit(OnExit on_exit) override { on_exit_ = std::move(on_exit); }
+
+  void start(const InstanceLaunch& launch) override {
+    ChildCommand command;
+    command.arguments = {program_,     "worker",
+                         "--gateway",  launch.gateway,
+                         "--instance", absl::StrCat(launch.instance.value),
+                         "--epoch",    absl::StrCat(launch.epoch)};
+    // Not an argument: those are for everybody on the machine to read.
+    command.environment = {{"PARVL_RUN_TOKEN", launch.token}};
+    if (devices_.at(launch.pool) == "cpu") command.environment.emplace_back("OMP_NUM_THREADS", "1");
+    children_.start(key_of(launch.instance, launch.epoch), std::move(command));
+  }
+
+  void kill(InstanceId instance, int64_t epoch) override { children_.kill(key_of(instance, epoch)); }
+
+ private:
+  static Children::Key key_of(InstanceId instance, int64_t epoch) { return instance.value << kEpochBits | epoch; }
+
+  const std::string program_;
+  const std::map<std::string, std::string> devices_;
+  OnExit on_exit_;
+  Children children_;  // last: it tells while it lives
+};
+
+}  // namespace
+
+std::unique_ptr<InstanceStarter> make_local_instances(const std::string& program,
+                                                      std::map<std::string, std::string> devices) {
+  return std::make_unique<LocalInstances>(program, std::move(devices));
+}
+
+}  // namespace parvl

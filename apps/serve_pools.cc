@@ -1,0 +1,102 @@
+#include "apps/serve_pools.h"
+
+#include <absl/strings/str_format.h>
+#include <absl/strings/str_join.h>
+
+#include <algorithm>
+#include <random>
+
+#include "apps/local_instances.h"
+#include "parvl/base/log.h"
+#include "parvl/base/memory.h"
+#include "parvl/serve/pools/fleet_engine.h"
+
+namespace parvl {
+namespace {
+
+std::string device_of(const PoolServing& pools, const PoolPlan& pool) {
+  const auto mapped = pools.device_map.find(pool.device);
+  return mapped == pools.device_map.end() ? "cuda" : mapped->second;
+}
+
+std::string random_token() {
+  std::random_device entropy;
+  std::string out;
+  for (int i = 0; i < 8; ++i) absl::StrAppendFormat(&out, "%08x", entropy());
+  return out;
+}
+
+std::string modules_text(const PoolPlan& pool) {
+  return absl::StrJoin(pool.modules, ", ", [](std::string* out, const PlacedModule& placed) {
+    absl::StrAppend(out, std::string(kModuleNames[static_cast<size_t>(placed.module)]));
+  });
+}
+
+// Of one instance: the processes share the CPU's memory, and a class may say how much one of its devices has.
+int64_t memory_limit(const PoolServing& pools, const PoolPlan& pool, int64_t on_cpu, int64_t limit) {
+  const double class_bytes = pools.allocation.device_classes.at(pool.device).memory_gb * 1e9;
+  const auto at_most = [&](int64_t bytes) { limit = limit == 0 ? bytes : std::min(limit, bytes); };
+  if (class_bytes > 0) at_most(static_cast<int64_t>(class_bytes));
+  if (device_of(pools, pool) == "cpu") at_most(available_bytes() / std::max<int64_t>(1, on_cpu));
+  return limit;
+}
+
+}  // namespace
+
+absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::string& device_map,
+                                       const std::string& model_dir, const std::string& dtype) {
+  PoolServing out;
+  PARVL_ASSIGN_OR_RETURN(out.allocation, load_allocation(config));
+  PARVL_ASSIGN_OR_RETURN(out.device_map, parse_device_map(device_map, out.allocation));
+  PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(model_dir));
+  DType type = spec.dtype;
+  if (dtype != "auto") {
+    PARVL_ASSIGN_OR_RETURN(type, parse_dtype(dtype));
+  }
+  PARVL_ASSIGN_OR_RETURN(out.plan, place(out.allocation, spec, type));
+  return out;
+}
+
+absl::Status check_servable(const PlacementPlan& plan) {
+  const std::string instead = "; --print-config shows what became of it";
+  for (const PoolPlan& pool : plan.pools) {
+    if (pool.role != PoolRole::kLlm) {
+      return absl::UnimplementedError(absl::StrCat("pool ", pool.name, ": serving with the role ",
+                                                   std::string(kRoleNames[static_cast<size_t>(pool.role)]),
+                                                   " is not available yet", instead));
+    }
+    if (pool.devices_an_instance > 1) {
+      return absl::UnimplementedError(absl::StrCat("pool ", pool.name, ": an instance of ", pool.devices_an_instance,
+                                                   " devices is not available yet", instead));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,
+                                                    const EngineOptions& engine, const Context& context) {
+  FleetOptions options;
+  std::map<std::string, std::string> devices;
+  int64_t on_cpu = 0;
+  for (const PoolPlan& pool : pools.plan.pools) {
+    devices[pool.name] = device_of(pools, pool);
+    if (devices[pool.name] == "cpu") on_cpu += pool.instances;
+  }
+  for (const PoolPlan& pool : pools.plan.pools) {
+    options.fleet.pools.push_back({.name = pool.name, .instances = pool.instances});
+    EngineOptions own = engine;
+    own.load.device = devices[pool.name];
+    own.load.memory_limit_bytes = memory_limit(pools, pool, on_cpu, engine.load.memory_limit_bytes);
+    options.engines.push_back(own);
+    log_info("pool ", pool.name, ": ", pool.instances, pool.instances == 1 ? " instance" : " instances", " with ",
+             modules_text(pool), " on ", pool.device, devices[pool.name] == "cpu" ? " (cpu)" : "");
+  }
+  options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
+  options.model_dir = model_dir;
+  options.token = random_token();
+  auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices));
+  PARVL_ASSIGN_OR_RETURN(auto fleet, FleetEngine::start(std::move(options), std::move(starter), context.clock));
+  return std::unique_ptr<Engine>(std::move(fleet));
+}
+
+}  // namespace parvl

@@ -1,0 +1,31 @@
+// `parvl serve --config`: an allocation file → instances in processes of their own, behind one engine.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "apps/commands.h"
+#include "parvl/exec/engine_load.h"
+#include "parvl/plan/placement.h"
+
+namespace parvl {
+
+struct PoolServing {
+  Allocation allocation;
+  PlacementPlan plan;
+  std::map<std::string, std::string> device_map;
+};
+
+// Reads the file and holds it against the model; `dtype` as --dtype. InvalidArgument naming file, line and key.
+absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::string& device_map,
+                                       const std::string& model_dir, const std::string& dtype);
+
+// Unimplemented for what an instance cannot be yet.
+absl::Status check_servable(const PlacementPlan& plan);
+
+// Starts every instance; returns when all are ready. `engine`: the options of each.
+absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,
+                                                    const EngineOptions& engine, const Context& context);
+
+}  // namespace parvl

@@ -1,0 +1,294 @@
+#include <absl/strings/str_cat.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "parvl/base/check.h"
+#include "parvl/base/log.h"
+#include "parvl/serve/pools/fleet_engine_parts.h"
+#include "parvl/serve/pools/prefix_chain.h"
+#include "parvl/serve/pools/wire.h"
+
+namespace parvl {
+namespace {
+
+constexpr int64_t kStartFailures = 3;    // of one instance before the first time that all are ready
+constexpr double kLongestWait_s = 3600;  // of the thread, when nothing is due
+
+void add(EngineStats& to, const EngineStats& more) {
+  to.preemptions += more.preemptions;
+  to.prefix_queries += more.prefix_queries;
+  to.prefix_hits += more.prefix_hits;
+  to.block_lookups += more.block_lookups;
+  to.encoder_queries += more.encoder_queries;
+  to.encoder_hits += more.encoder_hits;
+  to.backbone_busy_s += more.backbone_busy_s;
+  to.encoder_busy_s += more.encoder_busy_s;
+  for (size_t i = 0; i < to.work.size(); ++i) {
+    to.work[i].replayed += more.work[i].replayed;
+    to.work[i].launched += more.work[i].launched;
+  }
+}
+
+// What it holds now, which goes with it.
+void add_held(EngineStats& to, const EngineStats& more) {
+  to.running += more.running;
+  to.waiting += more.waiting;
+  to.blocks += more.blocks;
+  to.blocks_used += more.blocks_used;
+  to.encoder_bytes_used += more.encoder_bytes_used;
+}
+
+}  // namespace
+
+FleetEngine::FleetEngine(FleetOptions options, EngineFront front, std::unique_ptr<InstanceStarter> starter,
+                         const Clock& clock)
+    : options_(std::move(options)),
+      front_(std::move(front)),
+      clock_(clock),
+      grammars_(std::make_unique<GrammarCompiler>(front_.prompts->tokenizer(), front_.end_tokens)),
+      starter_(std::move(starter)),
+      fleet_(options_.fleet),
+      links_(fleet_.instances().size()) {}
+
+absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions options,
+                                                                std::unique_ptr<InstanceStarter> starter,
+                                                                const Clock& clock) {
+  PARVL_ASSIGN_OR_RETURN(EngineFront front, load_front(options.model_dir, options.engines.front().load));
+  std::unique_ptr<FleetEngine> engine(new FleetEngine(std::move(options), std::move(front), std::move(starter), clock));
+  FleetEngine* const self = engine.get();
+  PARVL_ASSIGN_OR_RETURN(
+      engine->server_,
+      StreamServer::listen(
+          engine->options_.token,
+          {.message =
+               [self](StreamId stream, wire::FromInstance message) {
+                 self->post([self, stream, message = std::move(message)] { self->take(stream, message); });
+               },
+           .closed = [self](StreamId stream) { self->post([self, stream] { self->lost_stream(stream); }); }}));
+  engine->starter_->set_on_exit([self](InstanceId id, int64_t epoch, const std::string& how) {
+    self->post([self, id, epoch, how] {
+      self->act(self->fleet_.instance(
+          id, {.kind = InstanceEvent::Kind::kExited, .at_s = self->now(), .epoch = epoch, .reason = how}));
+    });
+  });
+  engine->post([self] { self->act(self->fleet_.start(self->now())); });
+  engine->thread_ = std::thread([self] { self->loop(); });
+  PARVL_RETURN_IF_ERROR(engine->wait_ready());
+  return engine;
+}
+
+FleetEngine::~FleetEngine() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  for (auto& [id, live] : live_) live->request.on_end(std::exchange(live->result, {}));
+  starter_.reset();
+  server_.reset();  // its handlers may still have posted; nobody runs that any more
+}
+
+absl::Status FleetEngine::wait_ready() {
+  std::unique_lock lock(mutex_);
+  absl::Status failure;
+  changed_.wait(lock, [&] {
+    bool all = !published_.instances.empty();
+    for (const InstanceStatus& instance : published_.instances) {
+      all = all && instance.open;
+      if (instance.open || instance.failures == 0) continue;
+      const absl::Status why = instance.refusal;
+      if (why.ok() && instance.failures < kStartFailures) continue;
+      const std::string name = absl::StrCat("instance ", instance.id.value, " of ",
+                                            options_.fleet.pools[instance.pool].name, " cannot start");
+      failure = why.ok() ? failed(name, ": ", instance.reason) : with_context(why, name);
+    }
+    return all || !failure.ok();
+  });
+  return failure;
+}
+
+void FleetEngine::post(Task task) {
+  {
+    std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+  }
+  changed_.notify_all();
+}
+
+void FleetEngine::loop() {
+  for (;;) {
+    std::deque<Task> tasks;
+    {
+      std::unique_lock lock(mutex_);
+      const double wait_s = std::clamp(fleet_.next_tick_s() - now(), 0.0, kLongestWait_s);
+      changed_.wait_for(lock, std::chrono::duration<double>(wait_s), [this] { return stopping_ || !tasks_.empty(); });
+      if (stopping_) return;
+      tasks.swap(tasks_);
+    }
+    for (const Task& task : tasks) task();
+    if (now() >= fleet_.next_tick_s()) act(fleet_.tick(now()));
+    publish();
+  }
+}
+
+// So that other threads see a state that the decisions were made on.
+void FleetEngine::publish() {
+  Published next;
+  next.stats = past_;
+  for (const InstanceView& view : fleet_.instances()) {
+    const Link& link = links_[static_cast<size_t>(view.id.value)];
+    InstanceStatus status;
+    static_cast<InstanceView&>(status) = view;
+    status.pid = link.pid;
+    status.device = link.device;
+    status.waiting = link.counts.waiting;
+    status.refusal = link.refusal;
+    add(next.stats, link.counts);
+    add_held(next.stats, link.counts);
+    if (view.open) next.kv_tokens += view.room.kv_tokens;
+    next.instances.push_back(std::move(status));
+  }
+  next.capacity = fleet_.capacity();
+  next.health = fleet_.health();
+  next.accepts = fleet_.can_generate();
+  std::function<void()> tell;
+  {
+    std::lock_guard lock(mutex_);
+    const bool differs = next.capacity != published_.capacity || next.accepts.ok() != published_.accepts.ok();
+    if (differs) tell = capacity_changed_;
+    published_ = std::move(next);
+  }
+  changed_.notify_all();
+  if (tell) tell();
+}
+
+RequestId FleetEngine::submit(EngineRequest request) {
+  PARVL_CHECK(request.prompt != nullptr && request.on_token && request.on_end, "an incomplete request");
+  FleetRequest what;
+  what.chain = prefix_chain(*request.prompt, request.cache_salt, options_.fleet.block_tokens);
+  const auto tokens = static_cast<int64_t>(request.prompt->ids.size());
+  const int64_t room = std::max<int64_t>(0, max_model_len() - tokens), most = request.sampling.max_tokens;
+  what.needs = {tokens, tokens + (most < 0 ? room : std::min(most, room))};
+  auto live = std::make_shared<Live>(Live{std::move(request), {}, now()});
+  live->result.prompt_tokens = tokens;
+  RequestId id;
+  {
+    std::lock_guard lock(mutex_);
+    id = RequestId{next_id_++};
+  }
+  post([this, id, live = std::move(live), what = std::move(what)] {
+    live_.emplace(id, std::make_unique<Live>(std::move(*live)));
+    act(fleet_.arrive(id, what, now()));
+  });
+  return id;
+}
+
+void FleetEngine::cancel(RequestId id) {
+  post([this, id] { act(fleet_.request(id, {.kind = RequestEvent::Kind::kLeft}, now())); });
+}
+
+void FleetEngine::drain(InstanceId id) {
+  post([this, id] { act(fleet_.instance(id, {.kind = InstanceEvent::Kind::kDrain, .at_s = now()})); });
+}
+
+int64_t FleetEngine::max_running() const {
+  std::lock_guard lock(mutex_);
+  return published_.capacity;
+}
+int64_t FleetEngine::kv_tokens() const {
+  std::lock_guard lock(mutex_);
+  return published_.kv_tokens;
+}
+EngineStats FleetEngine::stats() const {
+  std::lock_guard lock(mutex_);
+  return published_.stats;
+}
+absl::Status FleetEngine::health() const {
+  std::lock_guard lock(mutex_);
+  return published_.health;
+}
+absl::Status FleetEngine::accepts() const {
+  std::lock_guard lock(mutex_);
+  return published_.accepts;
+}
+void FleetEngine::watch_capacity(std::function<void()> changed) {
+  std::lock_guard lock(mutex_);
+  capacity_changed_ = std::move(changed);
+}
+std::vector<InstanceStatus> FleetEngine::instances() const {
+  std::lock_guard lock(mutex_);
+  return published_.instances;
+}
+std::string FleetEngine::device_name() const {
+  std::lock_guard lock(mutex_);
+  for (const InstanceStatus& instance : published_.instances) {
+    if (!instance.device.empty()) return instance.device;
+  }
+  return "";
+}
+
+void FleetEngine::send(InstanceId id, wire::Command command) {
+  const Link& link = links_[static_cast<size_t>(id.value)];
+  if (link.stream.has_value()) server_->send(*link.stream, std::move(command));
+}
+
+void FleetEngine::act(const Fleet::Actions& actions) {
+  for (const FleetAction& action : actions) {
+    if (const auto* order = std::get_if<InstanceOrder>(&action)) {
+      act(*order);
+    } else {
+      act(std::get<RequestOrder>(action));
+    }
+  }
+}
+
+void FleetEngine::act(const InstanceOrder& order) {
+  using Kind = InstanceAction::Kind;
+  Link& link = links_[static_cast<size_t>(order.instance.value)];
+  const size_t pool_index = fleet_.instances()[static_cast<size_t>(order.instance.value)].pool;
+  const FleetPool& pool = options_.fleet.pools[pool_index];
+  const std::string name = absl::StrCat("instance ", order.instance.value, " of ", pool.name);
+  wire::Command command;
+  switch (order.action.kind) {
+    case Kind::kStart:
+      link.epoch = order.action.epoch;
+      link.pid = 0;
+      starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.token});
+      return;
+    case Kind::kAssign:
+      log_info(name, " (process ", link.pid, ") takes on its modules");
+      command.mutable_assign()->set_model_dir(options_.model_dir);
+      write_options(options_.engines[pool_index], *command.mutable_assign());
+      return send(order.instance, std::move(command));
+    case Kind::kWarm:
+      command.set_warm(true);
+      return send(order.instance, std::move(command));
+    case Kind::kOpen:
+      link.refusal = absl::OkStatus();
+      return log_info(name, " is ready on ", link.device);
+    case Kind::kClose:
+      return log_info(name, " takes no new requests");
+    case Kind::kMove:
+      return;  // its requests were told
+    case Kind::kFence: {
+      if (link.stream.has_value()) {
+        streams_.erase(*link.stream);
+        server_->close(*link.stream);
+      }
+      add(past_, std::exchange(link.counts, {}));
+      link.stream.reset();
+      const InstanceView view = fleet_.instances()[static_cast<size_t>(order.instance.value)];
+      if (view.state == InstanceState::kGone) return log_info(name, " is gone");
+      return log_warning(name, " failed (", view.reason, "); it is started again, and its requests go on elsewhere");
+    }
+    case Kind::kRelease:
+      command.set_release(true);
+      return send(order.instance, std::move(command));
+    case Kind::kKill:
+      return starter_->kill(order.instance, order.action.epoch);
+  }
+}
+
+}  // namespace parvl

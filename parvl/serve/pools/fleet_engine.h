@@ -1,0 +1,133 @@
+// An engine that is many: requests go to instances in other processes, which elastic/fleet.h chooses, and go on
+// elsewhere when one is lost. One thread decides; gRPC's and the callers' only bring it events.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "parvl/elastic/fleet.h"
+#include "parvl/exec/engine_load.h"
+#include "parvl/serve/pools/instance_starter.h"
+#include "parvl/serve/pools/stream_id.h"
+
+namespace parvl {
+
+class StreamServer;
+namespace wire {  // proto/instance.proto, whose headers do not go together with libtorch's
+class Command;
+class Ended;
+class FromInstance;
+class Said;
+class Token;
+}  // namespace wire
+
+struct FleetOptions {
+  FleetSettings fleet;
+  std::string model_dir;
+  std::vector<EngineOptions> engines;  // of the instances of each pool
+  std::string token;                   // of this run; whoever shows it is an instance
+};
+
+// One instance as `parvl ctl status` shows it.
+struct InstanceStatus : InstanceView {
+  int64_t pid = 0;  // 0: none yet
+  std::string device;
+  int64_t waiting = 0;   // of its engine
+  absl::Status refusal;  // why it would not take on its modules, when it would not
+};
+
+class FleetEngine : public Engine {
+ public:
+  // Starts every instance and blocks until all are ready. The error of one that refuses its modules, or whose process
+  // ends again and again before it is ready. `clock` must outlive it.
+  static absl::StatusOr<std::unique_ptr<FleetEngine>> start(FleetOptions options,
+                                                            std::unique_ptr<InstanceStarter> starter,
+                                                            const Clock& clock);
+  ~FleetEngine() override;
+
+  const PromptBuilder& prompts() const override { return *front_.prompts; }
+  int64_t max_model_len() const override { return front_.max_model_len; }
+  int64_t max_running() const override;  // of the instances that are ready now
+  int64_t kv_tokens() const override;    // likewise
+  SamplingParams default_sampling() const override { return front_.sampling; }
+  std::string device_name() const override;
+  GrammarCompiler& grammars() override { return *grammars_; }
+  RequestId submit(EngineRequest request) override;
+  void cancel(RequestId id) override;
+  EngineStats stats() const override;  // of all instances together, those that are gone included
+  absl::Status health() const override;
+  absl::Status accepts() const override;
+  void watch_capacity(std::function<void()> changed) override;
+
+  std::vector<InstanceStatus> instances() const;  // any thread
+  const FleetSettings& settings() const { return options_.fleet; }
+  // Any thread. The instance takes no new requests, and ends when those it has are done or moved.
+  void drain(InstanceId id);
+
+ private:
+  struct Live;
+  struct Link;
+  using Task = std::function<void()>;
+
+  FleetEngine(FleetOptions options, EngineFront front, std::unique_ptr<InstanceStarter> starter, const Clock& clock);
+  absl::Status wait_ready();
+  void loop();
+  void post(Task task);
+  void publish();
+  double now() const { return clock_.now_seconds(); }
+
+  void take(StreamId stream, const wire::FromInstance& message);
+  void take_said(InstanceId id, int64_t epoch, const wire::Said& said);
+  void take_token(InstanceId id, const wire::Token& token);
+  void take_end(InstanceId id, const wire::Ended& ended);
+  bool attach(StreamId stream, InstanceId id, const wire::FromInstance& message);
+  void lost_stream(StreamId stream);
+
+  void act(const Fleet::Actions& actions);
+  void act(const InstanceOrder& order);
+  void act(const RequestOrder& order);
+  void generate(const RequestOrder& order, Live& live);
+  void deliver(Live& live);
+  void end(RequestId id, const absl::Status& status);
+  void send(InstanceId id, wire::Command command);
+
+  const FleetOptions options_;
+  const EngineFront front_;
+  const Clock& clock_;
+  std::unique_ptr<GrammarCompiler> grammars_;
+  std::unique_ptr<InstanceStarter> starter_;
+  std::unique_ptr<StreamServer> server_;
+
+  // The thread's.
+  Fleet fleet_;
+  std::vector<Link> links_;  // by instance
+  std::map<StreamId, InstanceId> streams_;
+  std::map<RequestId, std::unique_ptr<Live>> live_;
+  std::optional<TokenEvent> token_;  // that is being delivered
+  EngineStats past_;                 // of processes that are gone
+
+  struct Published {
+    std::vector<InstanceStatus> instances;
+    EngineStats stats;
+    absl::Status health = absl::UnavailableError("no instance has started yet"), accepts = health;
+    int64_t capacity = 0, kv_tokens = 0;
+  };
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  bool stopping_ = false;
+  int64_t next_id_ = 1;
+  Published published_;
+  std::function<void()> capacity_changed_;
+  std::thread thread_;
+};
+
+}  // namespace parvl
