@@ -37,15 +37,21 @@ bool EncoderCache::reserve(const MediaKey& key, int64_t bytes, std::vector<SlotI
   by_key_.emplace(key, item);
   by_slot_.emplace(slot, item);
   used_ += bytes;
+  held_ += bytes;
   return true;
 }
 
-void EncoderCache::pin(const MediaKey& key) { ++get(key)->pins; }
+void EncoderCache::pin(const MediaKey& key) {
+  const auto item = get(key);
+  if (evictable(*item)) held_ += item->bytes;
+  ++item->pins;
+}
 
 void EncoderCache::unpin(const MediaKey& key) {
   const auto item = get(key);
   PARVL_CHECK(item->pins > 0, "an encoder output without pins was unpinned");
   --item->pins;
+  if (evictable(*item)) held_ -= item->bytes;
   items_.splice(items_.end(), items_, item);
 }
 
@@ -56,24 +62,27 @@ void EncoderCache::complete(SlotId slot, bool ok) {
   PARVL_CHECK(!item->ready, "an encoder output arrived twice");
   if (ok) {
     item->ready = true;
+    if (evictable(*item)) held_ -= item->bytes;
     return;
   }
   PARVL_CHECK(item->pins == 0, "an encoder output that somebody waits for failed");
   used_ -= item->bytes;
+  held_ -= item->bytes;
   by_key_.erase(item->key);
   by_slot_.erase(found);
   items_.erase(item);
 }
 
 void EncoderCache::check(const absl::flat_hash_map<MediaKey, int64_t>& pins) const {
-  int64_t bytes = 0, pinned = 0;
+  int64_t bytes = 0, held = 0, pinned = 0;
   for (const Item& item : items_) {
     bytes += item.bytes;
+    held += evictable(item) ? 0 : item.bytes;
     pinned += item.pins > 0;
     const auto found = pins.find(item.key);
     PARVL_CHECK(item.pins == (found == pins.end() ? 0 : found->second), "the pins of an encoder output do not add up");
   }
-  PARVL_CHECK(bytes == used_ && used_ <= capacity_, "the bytes of the encoder cache do not add up");
+  PARVL_CHECK(bytes == used_ && used_ <= capacity_ && held == held_, "the bytes of the encoder cache do not add up");
   PARVL_CHECK(pinned == static_cast<int64_t>(pins.size()), "an output is pinned that is not there");
   PARVL_CHECK(by_key_.size() == items_.size() && by_slot_.size() == items_.size(), "the encoder cache's maps differ");
 }

@@ -29,6 +29,7 @@ class EncoderCache {
 
   int64_t capacity_bytes() const { return capacity_; }
   int64_t used_bytes() const { return used_; }
+  int64_t held_bytes() const { return held_; }  // of these, of entries that are pinned or pending
 
   // A new pending entry with one pin. Entries without pins make room; their slots are added to `evicted`. False, and
   // nothing changed, when that is not enough. The key must be absent.
@@ -53,7 +54,7 @@ class EncoderCache {
   bool evictable(const Item& item) const { return item.pins == 0 && item.ready; }
 
   int64_t capacity_;
-  int64_t used_ = 0;
+  int64_t used_ = 0, held_ = 0;
   int64_t next_slot_ = 1;
   Items items_;  // the longest unused first
   absl::flat_hash_map<MediaKey, Items::iterator> by_key_;

@@ -323,7 +323,11 @@ SchedulerStats Scheduler::stats() const {
   out.waiting = static_cast<int64_t>(waiting_.size());
   out.blocks = blocks_.num_blocks();
   out.blocks_used = blocks_.num_blocks() - blocks_.num_free();
+  out.free_kv_tokens = blocks_.num_free() * config_.block_size;
+  for (const auto& [id, sequence] : by_id_) out.pending_tokens += sequence->length() - sequence->computed;
+  out.encoder_bytes = encoder_cache_.capacity_bytes();
   out.encoder_bytes_used = encoder_cache_.used_bytes();
+  out.encoder_bytes_held = encoder_cache_.held_bytes();
   return out;
 }
 

@@ -35,12 +35,15 @@ absl::Status validate(const SchedulerConfig& config);
 
 struct SchedulerStats {
   int64_t running = 0, waiting = 0;
-  int64_t blocks = 0, blocks_used = 0;  // used: held by sequences
-  int64_t encoder_bytes_used = 0;
-  int64_t preemptions = 0;                        // since the start, as are those below
-  int64_t prefix_queries = 0, prefix_hits = 0;    // tokens of admitted prompts; those found in the cache
-  int64_t block_lookups = 0;                      // blocks that were looked up in the prefix cache
-  int64_t encoder_queries = 0, encoder_hits = 0;  // items that were needed; those that were there or on their way
+  int64_t blocks = 0, blocks_used = 0;                // used: held by sequences
+  int64_t free_kv_tokens = 0;                         // whose keys and values would find room: all but those held
+  int64_t pending_tokens = 0;                         // that are here and not computed yet
+  int64_t encoder_bytes = 0, encoder_bytes_used = 0;  // of the encoder cache
+  int64_t encoder_bytes_held = 0;                     // of these, what is on its way or somebody still needs
+  int64_t preemptions = 0;                            // since the start, as are those below
+  int64_t prefix_queries = 0, prefix_hits = 0;        // tokens of admitted prompts; those found in the cache
+  int64_t block_lookups = 0;                          // blocks that were looked up in the prefix cache
+  int64_t encoder_queries = 0, encoder_hits = 0;      // items that were needed; those that were there or on their way
 };
 
 // A request waits (holding nothing), runs (holding blocks and pins of encoder outputs), perhaps waits again after a

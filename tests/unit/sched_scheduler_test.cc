@@ -165,6 +165,44 @@ TEST(Scheduler, AFailedEncodingEndsThoseThatNeedItAndNobodyElse) {
   EXPECT_EQ(scheduler.stats().running, 1);
 }
 
+TEST(Scheduler, CountsWhatWouldFindRoom) {
+  Scheduler scheduler(small_config());
+  ASSERT_TRUE(scheduler.add(make_request(1, 8, {image(1, 4, 2)}), 0).ok());
+  EXPECT_EQ(scheduler.stats().pending_tokens, 8);
+  EXPECT_EQ(scheduler.stats().free_kv_tokens, 64);
+  SchedulerOutput output = scheduler.schedule(0);  // the text before the image
+  EXPECT_EQ(scheduler.stats().free_kv_tokens, 60);
+  EXPECT_EQ(scheduler.stats().encoder_bytes, 300);
+  EXPECT_EQ(scheduler.stats().encoder_bytes_held, 100);
+  commit_sevens(scheduler, output);
+  EXPECT_EQ(scheduler.stats().pending_tokens, 4);
+  scheduler.commit_encode(output.encodes.at(0).slot, true);
+  EXPECT_EQ(scheduler.stats().encoder_bytes_held, 100);  // its tokens are still to come
+  output = scheduler.schedule(1);
+  commit_sevens(scheduler, output);
+  EXPECT_EQ(scheduler.stats().pending_tokens, 1);  // the one that came out
+  EXPECT_EQ(scheduler.stats().encoder_bytes_held, 0);
+  EXPECT_EQ(scheduler.stats().encoder_bytes_used, 100);
+  scheduler.finish(RequestId{1});
+  EXPECT_EQ(scheduler.stats().pending_tokens, 0);
+  EXPECT_EQ(scheduler.stats().free_kv_tokens, 64);  // what prefixes keep can be taken from them
+}
+
+// As many as the cache has room for, whatever the encoding budget says.
+TEST(Scheduler, WhatCostsNothingStartsAtOnce) {
+  SchedulerConfig config = small_config();
+  config.encode_budget = {16, 16, 16};
+  for (const int64_t cost : {int64_t{16}, int64_t{0}}) {
+    Scheduler scheduler(config);
+    for (int64_t id = 1; id <= 4; ++id) {
+      MediaItem item = image(static_cast<uint8_t>(id), 2, 2);
+      item.cost = cost;
+      ASSERT_TRUE(scheduler.add(make_request(id, 4, {item}), 0).ok());
+    }
+    EXPECT_EQ(scheduler.schedule(0).encodes.size(), cost == 0 ? 3u : 1u);
+  }
+}
+
 TEST(Replay, NamesTheDecisionThatDiffersAndTheLineThatMakesNoSense) {
   std::string record;
   RecordedScheduler scheduler(small_config(), [&](std::string_view line) { record += line; });
