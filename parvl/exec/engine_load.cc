@@ -36,6 +36,7 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   settings.max_patches = largest_image(files);
   if (files.device.is_cuda() && settings.max_patches > 0) settings.encode_patches = kEncodePatches;
   settings.prefix_caching = options.prefix_caching;
+  settings.held = files.held;
   return plan_serving_memory(files.model->spec(), settings, memory_there(files, options.load));
 }
 
@@ -86,6 +87,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
       PARVL_ASSIGN_OR_RETURN(config.record, record_to(options.record_path, options.record_max_bytes));
     }
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, options.load));
+    if (!files.held.backbone) return invalid("an engine that answers requests must hold the llm_backbone");
     PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options));
     PARVL_ASSIGN_OR_RETURN(config.scheduler, scheduler_config(files, options, memory));
     PARVL_RETURN_IF_ERROR(load_weights(files, dir, options.load));

@@ -162,6 +162,7 @@ absl::StatusOr<std::unique_ptr<Generator>> Generator::open(const std::string& di
   std::unique_ptr<Generator> out;
   PARVL_RETURN_IF_ERROR(catch_exceptions("cannot load " + dir, [&]() -> absl::Status {
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, options.load));
+    if (!files.held.encoder || !files.held.backbone) return invalid("a generator must hold all modules of its model");
     out = std::make_unique<TorchGenerator>(std::move(files), dir, options);
     return absl::OkStatus();
   }));

@@ -6,12 +6,33 @@
 
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
+#include "parvl/base/text.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
 
 namespace parvl {
 namespace {
+
+absl::StatusOr<HeldModules> held_modules(const std::vector<std::string>& names, const ModelSpec& spec) {
+  if (names.empty()) return HeldModules{};
+  const std::string vision = to_string(Module::kVisionEncoder), projector = to_string(Module::kProjector),
+                    backbone = to_string(Module::kBackbone);
+  for (const std::string& name : names) {
+    if (name == vision || name == projector || name == backbone) continue;
+    return invalid("there is no module ", excerpt(name), " to hold; there are ", vision, " with ", projector, ", and ",
+                   backbone);
+  }
+  const auto named = [&names](const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  const HeldModules out{named(vision), named(backbone)};
+  if (named(projector) != out.encoder) {
+    return invalid(vision, " and ", projector, " must be held together: what passes between them is not sent");
+  }
+  if (out.encoder && !spec.vision) return invalid("a ", spec.model_type, " model has no ", vision, " to hold");
+  return out;
+}
 
 absl::Status read_defaults(const std::string& dir, const ModelSpec& spec, LoadedFiles& out) {
   for (int64_t id : spec.eos_tokens) out.end_tokens.push_back(static_cast<TokenId>(id));
@@ -53,6 +74,7 @@ absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions
   if (options.startup != nullptr) options.startup->begin("files");
   LoadedFiles out;
   PARVL_ASSIGN_OR_RETURN(const ModelSpec spec, load_model_spec(dir));
+  PARVL_ASSIGN_OR_RETURN(out.held, held_modules(options.modules, spec));
   out.dtype = spec.dtype;
   if (options.dtype != "auto") {
     PARVL_ASSIGN_OR_RETURN(out.dtype, parse_dtype(options.dtype));
@@ -99,6 +121,9 @@ MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options) {
 absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options) {
   Startup* startup = options.startup.get();
   if (startup != nullptr) startup->begin("weights");
+  files.model->params().keep([held = files.held](const Param& param) {
+    return param.module == Module::kBackbone ? held.backbone : held.encoder;
+  });
   files.model->params().allocate(to_scalar_type(files.dtype), files.device);
   return load_weights(*files.model, dir, [startup](int64_t done, int64_t total) {
     if (startup != nullptr) startup->progress(done, total);

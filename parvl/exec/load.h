@@ -23,14 +23,15 @@ struct LoadedFiles {
   at::Device device = at::kCPU;
   DType dtype = DType::kFloat32;
   int64_t max_model_len = 0;
+  HeldModules held;
 };
 
 // All but the weights: the model's parameters have no tensors yet. Errors: exit_code(status) = 2 for a directory that
-// is missing, incomplete or unsupported. Exceptions of libtorch pass through.
+// is missing, incomplete or unsupported, also in a module that is not held here. Exceptions of libtorch pass through.
 absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions& options);
 // What may be used of the device's memory, before the weights are there.
 MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options);
-// Allocates the parameters and fills them.
+// Allocates the parameters of the modules that are held, and fills them; the others get no tensors.
 absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options);
 
 }  // namespace parvl

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "parvl/base/startup.h"
 
@@ -14,6 +15,9 @@ struct LoadOptions {
   std::string device = "auto";  // auto | cpu | cuda
   std::string dtype = "auto";   // auto (the directory's) | float32 | bfloat16 | float16 | float64
   int64_t max_model_len = 0;    // 0: the model's
+  // What this process holds, by the names of an allocation (plan/allocation.h); empty: all that the model has. A
+  // vision_encoder and its projector go together.
+  std::vector<std::string> modules;
   // The share of the device's memory to use; by default 0.9 of a GPU's, and all that is free of the CPU's.
   std::optional<double> memory_utilization;
   int64_t memory_limit_bytes = 0;    // never more than this; 0: what the system says

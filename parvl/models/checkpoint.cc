@@ -134,7 +134,7 @@ absl::Status load_weights(Model& model, const std::string& dir, const std::funct
   std::optional<PinnedRing> ring;
   if (device.is_cuda()) ring.emplace(device);
   uint64_t total = 0, done = 0;
-  for (const StoredTensor& tensor : stored) total += tensor.entry.bytes;
+  for (size_t i = 0; i < params.size(); ++i) total += params[i]->here ? stored[i].entry.bytes : 0;
   for (size_t i = 0; i < params.size(); ++i) {
     if (params[i]->tied_to != nullptr || !params[i]->here) continue;
     fill(*params[i], stored[i], ring);

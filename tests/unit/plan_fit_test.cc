@@ -73,6 +73,40 @@ TEST(Fit, FillsTheMemoryThereIs) {
   EXPECT_EQ(useful->num_blocks, 64 * 16 * 4);
 }
 
+TEST(Fit, CountsOnlyTheModulesThatAreHeld) {
+  const WeightBytes weights = weight_bytes(half_billion(), DType::kBFloat16);
+  for (const bool cuda : {false, true}) {
+    ServingSettings s = settings();
+    const auto whole = plan_serving_memory(half_billion(), s, there(64 * kGiB, cuda));
+    s.held = {.encoder = true, .backbone = false};
+    const auto encoder = plan_serving_memory(half_billion(), s, there(64 * kGiB, cuda));
+    s.held = {.encoder = false, .backbone = true};
+    const auto llm = plan_serving_memory(half_billion(), s, there(64 * kGiB, cuda));
+    ASSERT_TRUE(whole.ok() && encoder.ok() && llm.ok());
+    EXPECT_EQ(encoder->weights, weights.vision_encoder + weights.projector);
+    EXPECT_EQ(encoder->encode, whole->encode);
+    EXPECT_EQ(encoder->total(), encoder->weights + encoder->encode);
+    EXPECT_EQ(encoder->num_blocks, 0);
+    EXPECT_EQ(llm->weights, weights.backbone);
+    EXPECT_EQ(llm->encode, 0);
+    EXPECT_EQ(llm->step, whole->step);
+    EXPECT_EQ(llm->encoder_cache, whole->encoder_cache);  // it holds what is received
+    EXPECT_GE(llm->kv, whole->kv);
+  }
+  // An encoder alone fits where the whole does not, and its sentence says nothing of what it does not have.
+  ServingSettings s = settings();
+  s.held.backbone = false;
+  const int64_t needs = plan_serving_memory(half_billion(), s, there(64 * kGiB))->total();
+  EXPECT_TRUE(plan_serving_memory(half_billion(), s, there(needs)).ok());
+  const std::string message(plan_serving_memory(half_billion(), s, there(needs - 1)).status().message());
+  EXPECT_TRUE(absl::StrContains(message, "weights ") && absl::StrContains(message, " + encoding an image ")) << message;
+  EXPECT_FALSE(absl::StrContains(message, "KV memory") || absl::StrContains(message, "a step")) << message;
+  EXPECT_TRUE(absl::EndsWith(message, "take a smaller model, or a machine with more memory")) << message;
+  s.dtype = DType::kFloat32;
+  const std::string wide(plan_serving_memory(half_billion(), s, there(needs)).status().message());
+  EXPECT_TRUE(absl::EndsWith(wide, "start with --dtype bfloat16")) << wide;
+}
+
 TEST(Fit, TheSentenceHoldsEveryFigureAndAFlag) {
   const std::string message(plan_serving_memory(half_billion(), settings(), there(kGiB * 3 / 2)).status().message());
   for (const char* part : {"weights ", " + KV memory ", " + a step ", " + encoding an image ", " + encoded images ",

@@ -13,12 +13,17 @@ constexpr int64_t kPrefixShare = 4;  // how much more than what runs at once is 
 
 constexpr int64_t kMaxSeqs = 1 << 16, kMaxBatchedTokens = 1 << 24, kMaxBytes = int64_t{1} << 50;
 
-int64_t blocks_a_sequence(const ServingSettings& s) { return (s.max_model_len + s.block_size - 1) / s.block_size; }
+// Blocks that there must be, whatever else is there: those of one sequence.
+int64_t blocks_needed(const ServingSettings& s) {
+  return s.held.backbone ? (s.max_model_len + s.block_size - 1) / s.block_size : 0;
+}
 
 // All that does not depend on how much there is.
 ServingMemory fixed_memory(const ModelSpec& spec, const ServingSettings& s, const Target& target) {
   ServingMemory out;
-  out.weights = weight_bytes(spec, s.dtype).total();
+  out.weights = weight_bytes(spec, s.dtype).of(s.held);
+  if (s.held.encoder) out.encode = encode_bytes(spec, s.dtype, std::max(s.max_patches, s.encode_patches), target);
+  if (!s.held.backbone) return out;
   StepShape shape;
   shape.tokens = s.max_batched_tokens;
   shape.longest_piece = std::min(s.max_batched_tokens, s.max_model_len);
@@ -27,18 +32,18 @@ ServingMemory fixed_memory(const ModelSpec& spec, const ServingSettings& s, cons
   shape.sampled = s.max_seqs;
   out.step = step_bytes(spec.backbone, s.dtype, shape, target);
   if (!target.cuda) out.step += sampling_bytes(spec.backbone, s.max_seqs);
-  out.encode = encode_bytes(spec, s.dtype, std::max(s.max_patches, s.encode_patches), target);
   return out;
 }
 
 ServingMemory plan(const ModelSpec& spec, const ServingSettings& s, const MemoryThere& there) {
   ServingMemory out = fixed_memory(spec, s, there.target);
+  if (!s.held.backbone) return out;  // features go where the caller wants them, and are not kept
   const int64_t left = std::max<int64_t>(0, there.bytes - out.total());
   const int64_t one_image = visual_bytes(spec, s.dtype, s.max_patches);
   out.encoder_cache = s.encoder_cache_bytes > 0 ? s.encoder_cache_bytes
                       : spec.vision             ? std::max(one_image, std::min(left / 8, kMaxDefaultEncoderCache))
                                                 : 0;
-  const int64_t block = s.block_size * kv_bytes_a_token(spec.backbone, s.dtype), needed = blocks_a_sequence(s);
+  const int64_t block = s.block_size * kv_bytes_a_token(spec.backbone, s.dtype), needed = blocks_needed(s);
   const int64_t free = std::max<int64_t>(0, there.bytes - out.total());
   const int64_t useful = std::max<int64_t>(1, s.max_seqs) * needed * (s.prefix_caching ? kPrefixShare : 1);
   const int64_t by_default = there.target.cuda ? free : std::min(free / 4, kMaxDefaultKvBytes);
@@ -50,7 +55,7 @@ ServingMemory plan(const ModelSpec& spec, const ServingSettings& s, const Memory
 
 bool fits(const ModelSpec& spec, const ServingSettings& s, const MemoryThere& there) {
   const ServingMemory memory = plan(spec, s, there);
-  return memory.total() <= there.bytes && memory.num_blocks >= blocks_a_sequence(s);
+  return memory.total() <= there.bytes && memory.num_blocks >= blocks_needed(s);
 }
 
 // The largest value in [low, high], a multiple of `step`, for which `ok` holds; 0: none. `ok` holds up to some value.
@@ -115,15 +120,16 @@ std::string advice(const ModelSpec& spec, const ServingSettings& s, const Memory
                         s.kv_cache_bytes > 0 ? " and without --kv-cache-memory-bytes" : "",
                         s.encoder_cache_bytes > 0 ? " and without --encoder-cache-bytes" : "");
   }
-  if (dtype_bytes(s.dtype) > 2 && weight_bytes(spec, DType::kBFloat16).total() < there.bytes) {
+  if (dtype_bytes(s.dtype) > 2 && weight_bytes(spec, DType::kBFloat16).of(s.held) < there.bytes) {
     return "start with --dtype bfloat16";
   }
   return "take a smaller model, or a machine with more memory";
 }
 
 std::string what_it_needs(const ServingMemory& m, const MemoryThere& there) {
-  std::string out = absl::StrCat("the model does not fit: weights ", bytes_text(m.weights), " + KV memory ",
-                                 bytes_text(m.kv), " + a step ", bytes_text(m.step));
+  std::string out = absl::StrCat("the model does not fit: weights ", bytes_text(m.weights));
+  if (m.kv > 0) absl::StrAppend(&out, " + KV memory ", bytes_text(m.kv));
+  if (m.step > 0) absl::StrAppend(&out, " + a step ", bytes_text(m.step));
   if (m.encode > 0) absl::StrAppend(&out, " + encoding an image ", bytes_text(m.encode));
   if (m.encoder_cache > 0) absl::StrAppend(&out, " + encoded images ", bytes_text(m.encoder_cache));
   return absl::StrCat(out, " = ", bytes_text(m.total()), ", and ", bytes_text(there.bytes), " ", there.name,
@@ -152,7 +158,7 @@ absl::StatusOr<ServingMemory> plan_serving_memory(const ModelSpec& spec, const S
                                                   const MemoryThere& there) {
   PARVL_RETURN_IF_ERROR(validate(settings));
   const ServingMemory memory = plan(spec, settings, there);
-  const int64_t needed = blocks_a_sequence(settings);
+  const int64_t needed = blocks_needed(settings);
   if (memory.num_blocks < needed) {
     const int64_t block = settings.block_size * kv_bytes_a_token(spec.backbone, settings.dtype);
     return invalid("--max-model-len ", settings.max_model_len, " needs ", bytes_text(needed * block),

@@ -19,6 +19,9 @@ struct ServingSettings {
   int64_t max_patches = 0;          // of one image
   int64_t encode_patches = 0;       // of the images that are encoded at once, when that is more
   bool prefix_caching = true;
+  // Without the backbone there are neither steps nor KV memory; without the encoder nothing is encoded, but features
+  // come from elsewhere, and the encoder cache keeps them.
+  HeldModules held;
 };
 
 // The memory that the model lies in.

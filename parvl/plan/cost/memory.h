@@ -9,11 +9,20 @@
 
 namespace parvl {
 
+// Which of a model's modules a process holds.
+struct HeldModules {
+  bool encoder = true;  // with its projector: what passes between the two is never sent
+  bool backbone = true;
+};
+
 struct WeightBytes {
   int64_t vision_encoder = 0;
   int64_t projector = 0;
   int64_t backbone = 0;
   int64_t total() const { return vision_encoder + projector + backbone; }
+  int64_t of(const HeldModules& held) const {
+    return (held.encoder ? vision_encoder + projector : 0) + (held.backbone ? backbone : 0);
+  }
 };
 // As they lie in memory: each tensor begins at a multiple of 64 values, and a tied output matrix is there once.
 WeightBytes weight_bytes(const ModelSpec& spec, DType dtype);
