@@ -1,5 +1,5 @@
-// The encoders' side of an executor: images wait here and are encoded, on a GPU several at once, on a thread of their
-// own.
+// Images wait here for their features: they are encoded, on a GPU several at once, or brought from where they were
+// encoded; on a thread of its own.
 #pragma once
 
 #include <deque>
@@ -9,58 +9,62 @@
 #include <vector>
 
 #include "parvl/base/clock.h"
+#include "parvl/exec/encoded.h"
 #include "parvl/exec/encoder_graphs.h"
 #include "parvl/exec/job_thread.h"
-#include "parvl/media/prompt.h"
-#include "parvl/sched/executor.h"
+#include "parvl/exec/load.h"
+#include "parvl/media/image_processor.h"
 
 namespace parvl {
 
 // Patches of the images that a GPU encodes at once; an image alone may have more.
 inline constexpr int64_t kEncodePatches = 16384;
 
-// What an executor has computed.
-struct Computed {
-  Completion completion;
-  at::Tensor visual;  // of an encoding: [tokens, hidden] on the device, ready
-};
-
 class EncodeQueue {
  public:
+  // What became of one image.
+  struct Done {
+    absl::Status status;
+    at::Tensor visual;              // [tokens, hidden] on the device, ready
+    double start_s = 0, end_s = 0;  // by the clock; of images that were encoded together the same start
+    bool replayed = false;          // by one launch of work that was recorded before
+    bool fetched = false;           // it was not encoded here
+  };
   struct Item {
-    std::shared_ptr<const Prompt> prompt;
-    EncodeWork work;
-    const MediaSpan& span() const { return prompt->media[static_cast<size_t>(work.item)]; }
-    const ProcessedImage& image() const { return *prompt->images[static_cast<size_t>(span().image_index)]; }
+    int64_t id = 0;  // for cancel
+    std::shared_ptr<const ProcessedImage> image;
+    std::shared_ptr<EncodedSource> source;  // where its features lie; null: it is encoded here
+    std::function<void(Done)> on_done;      // on the queue's thread, once; never when the queue ends before
   };
 
-  // `report` is called on the queue's thread, once for each item. Model and clock outlive the queue.
-  EncodeQueue(const Model& model, at::Device device, const Clock& clock, std::function<void(Computed)> report)
-      : model_(model), device_(device), clock_(clock), report_(std::move(report)) {}
+  // Files, with their weights, and clock outlive the queue.
+  EncodeQueue(const LoadedFiles& files, const Clock& clock) : files_(files), clock_(clock) {}
 
   // On a GPU, before the first item: gives the thread its stream and makes its graphs (`record`: or the same without
   // recording). Waits for that; throws libtorch's exceptions.
   void start(bool record);
   // Any thread.
   void submit(Item item);
+  // Any thread. One that waits ends with Cancelled, before the next ones begin; no effect on others.
+  void cancel(int64_t id);
 
  private:
   struct Encoded {
     std::vector<at::Tensor> visual;  // of each image
     bool replayed = false;
   };
-  void encode_waiting();
+  void work();
   void encode(const std::vector<Item>& batch);
   Encoded encode(const SequenceInput& images) const;
+  void fetch(const Item& item);
 
-  const Model& model_;
-  const at::Device device_;
+  const LoadedFiles& files_;
   const Clock& clock_;
-  const std::function<void(Computed)> report_;
   std::unique_ptr<EncoderGraphs> graphs_;  // the thread's
   std::mutex mutex_;
   std::deque<Item> items_;  // that no job has taken yet
-  JobThread thread_;        // last: it uses all of the above until it is joined
+  std::vector<Item> cancelled_;
+  JobThread thread_;  // last: it uses all of the above until it is joined
 };
 
 }  // namespace parvl

@@ -205,7 +205,8 @@ SchedRequest EngineLoop::describe(RequestId id, const EngineRequest& request) co
     item.key = is_known(image.key) ? MediaKey{image.key} : hash_of(image);
     item.begin = span.begin;
     item.length = span.length;
-    item.cost = image.num_patches();
+    // What is fetched costs the encoder nothing. It is bounded by the encoder cache, which has room for it first.
+    item.cost = request.source_of(span.image_index) == nullptr ? image.num_patches() : 0;
     item.bytes = span.length * config_.encoder_bytes_a_token;
     out.media.push_back(item);
   }
@@ -221,14 +222,25 @@ void EngineLoop::commit(const Completion& completion) {
 }
 
 void EngineLoop::commit_encode(const Completion& completion) {
-  done_.encoder_busy_s += completion.end_s - completion.start_s;
-  count(WorkKind::kEncode, completion);
+  if (completion.fetched) {
+    done_.fetched += completion.status.ok();
+    fetch_busy_.add(completion.start_s, completion.end_s);
+    done_.fetch_busy_s = fetch_busy_.total_s();
+  } else {
+    encoder_busy_.add(completion.start_s, completion.end_s);
+    done_.encoder_busy_s = encoder_busy_.total_s();
+    count(WorkKind::kEncode, completion);
+  }
   const EncodeWork work = encoding_.extract(completion.slot).mapped();
   if (const auto found = live_.find(work.id); found != live_.end()) {
     Live& live = *found->second;
     --live.encoding;
     begin_work(live, completion.start_s);
-    live.encodes.emplace_back(completion.start_s, completion.end_s);
+    if (completion.fetched) {
+      live.result.fetch_ms += (completion.end_s - completion.start_s) * 1e3;
+    } else {
+      live.encodes.emplace_back(completion.start_s, completion.end_s);
+    }
     const int64_t tokens = live.request.prompt->media[static_cast<size_t>(work.item)].length;
     trace_.encoded(completion, live.request.track, work.item, tokens);
   }

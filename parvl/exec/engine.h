@@ -132,6 +132,7 @@ class EngineLoop : public Engine {
   std::vector<StepPart> parts_;  // of the step in flight, in its order
   bool in_flight_ = false;
   EngineStats done_;  // the engine thread's copy of stats_
+  BusyTime encoder_busy_, fetch_busy_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -9,6 +9,7 @@
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/load.h"
 #include "parvl/exec/record_file.h"
+#include "parvl/exec/torch_encode_engine.h"
 #include "parvl/exec/torch_executor.h"
 #include "parvl/nn/device.h"
 
@@ -103,6 +104,26 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     auto executor = make_torch_executor(std::move(files), config.scheduler, clock,
                                         {.graphs = !options.enforce_eager, .startup = options.load.startup});
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
+    return absl::OkStatus();
+  }));
+  return out;
+}
+
+absl::StatusOr<std::unique_ptr<EncodeEngine>> load_encode_engine(const std::string& dir, const EngineOptions& options,
+                                                                 const Clock& clock) {
+  std::unique_ptr<EncodeEngine> out;
+  PARVL_RETURN_IF_ERROR(catch_exceptions("cannot load " + dir, [&]() -> absl::Status {
+    LoadOptions load = options.load;
+    if (load.modules.empty()) load.modules = {"vision_encoder", "projector"};
+    PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, load));
+    if (files.held.backbone) return invalid("an engine that only encodes must not hold the llm_backbone");
+    if (!files.prompts->has_images()) return invalid("there are no images to encode: ", files.prompts->why_no_images());
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options));
+    PARVL_RETURN_IF_ERROR(load_weights(files, dir, load));
+    log_info("weights of the encoder: ", bytes_text(memory.weights), " on ", device_text(files.device),
+             "; encoding takes up to ", bytes_text(memory.encode), " more");
+    const EncodeEngineConfig config{options.max_seqs, largest_image(files), !options.enforce_eager, load.startup};
+    out = make_torch_encode_engine(std::move(files), config, clock);
     return absl::OkStatus();
   }));
   return out;

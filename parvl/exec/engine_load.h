@@ -1,4 +1,4 @@
-// A model directory → an engine on this process's device. Torch-free.
+// A model directory → an engine on this process's device, or an encode engine. Torch-free.
 #pragma once
 
 #include <functional>
@@ -6,6 +6,7 @@
 #include <string>
 
 #include "parvl/base/clock.h"
+#include "parvl/exec/encode_engine.h"
 #include "parvl/exec/engine.h"
 #include "parvl/exec/load_options.h"
 
@@ -26,9 +27,17 @@ struct EngineOptions {
 };
 
 // Errors as read_files; InvalidArgument too for limits that make no sense together, and, before any weight is read, for
-// what does not fit the memory there is (plan/cost/fit.h). `clock` must outlive the engine.
+// what does not fit the memory there is (plan/cost/fit.h). `clock` must outlive the engine. LoadOptions::modules must
+// have the llm_backbone; without the vision_encoder every image of a request must bring its encoder output
+// (EngineRequest::encoded).
 absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, const EngineOptions& options,
                                                     const Clock& clock);
+
+// The vision encoder and the projector alone, which LoadOptions::modules may leave to be said. Of the limits,
+// `max_seqs` is that of the images that are here at once. Errors likewise; InvalidArgument for a model that takes no
+// images.
+absl::StatusOr<std::unique_ptr<EncodeEngine>> load_encode_engine(const std::string& dir, const EngineOptions& options,
+                                                                 const Clock& clock);
 
 // What can be said and checked about a model's requests without its weights.
 struct EngineFront {

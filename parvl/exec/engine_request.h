@@ -8,6 +8,7 @@
 
 #include "parvl/base/status.h"
 #include "parvl/base/timeline.h"
+#include "parvl/exec/encoded.h"
 #include "parvl/exec/generation.h"
 #include "parvl/media/grammar.h"
 #include "parvl/media/prompt.h"
@@ -20,6 +21,14 @@ struct EngineRequest {
   // Of an answer that goes on from elsewhere, its tokens so far. They count in every limit and penalty; what is given
   // out, and the result, begin after them.
   std::vector<TokenId> generated;
+  // By image index, as far as it reaches: where the image's encoder output lies, kept until the request ends. Such an
+  // image needs no patches here, but its key. It is fetched when its turn to be encoded comes, unless its features are
+  // here already. Null: this engine encodes it.
+  std::vector<std::shared_ptr<EncodedSource>> encoded;
+  std::shared_ptr<EncodedSource> source_of(int image_index) const {
+    const size_t index = static_cast<size_t>(image_index);
+    return index < encoded.size() ? encoded[index] : nullptr;
+  }
   std::shared_ptr<const Grammar> grammar;  // of Engine::grammars(); null: any text
   int priority = 0;                        // a lower number goes first
   std::string cache_salt;                  // requests of different salts share no prefix

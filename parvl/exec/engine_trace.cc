@@ -59,8 +59,9 @@ void EngineTrace::step(const Completion& completion, const std::vector<StepPart>
 void EngineTrace::encoded(const Completion& completion, TrackId track, int32_t item, int64_t tokens) {
   if (!on()) return;
   const LogFields args = {{"item", int64_t{item}}, {"tokens", tokens}, {"ok", int64_t{completion.status.ok()}}};
-  timeline_->lane_span(encoder_lane_, "encode", completion.start_s, completion.end_s, args);
-  timeline_->span(track, "encode", completion.start_s, completion.end_s, args, "encode");
+  const char* name = completion.fetched ? "fetch" : "encode";
+  timeline_->lane_span(encoder_lane_, name, completion.start_s, completion.end_s, args);
+  timeline_->span(track, name, completion.start_s, completion.end_s, args, "encode");
 }
 
 void EngineTrace::arrived(TrackId track, double at_s, int64_t prompt_tokens) {

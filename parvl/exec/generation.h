@@ -25,6 +25,7 @@ struct GenerateResult {
   int64_t cached_tokens = 0;  // of them, those whose keys and values were there already
   double queue_ms = 0;        // from the call to the start of the first encoding or step for it
   double encode_ms = 0;       // vision encoder and projector, of the images that were not there already
+  double fetch_ms = 0;        // bringing what was encoded elsewhere here
   double prefill_ms = 0;      // from the start of the first step that holds a part of it to the first token
   double overlap_ms = 0;      // of encode_ms, what passed within prefill_ms
   double ttft_ms = 0;         // from the call to the first token

@@ -13,6 +13,7 @@
 #include "parvl/exec/encode_queue.h"
 #include "parvl/exec/job_thread.h"
 #include "parvl/exec/kv_cache.h"
+#include "parvl/exec/request_images.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/media/grammar.h"
 #include "parvl/models/packing.h"
@@ -21,11 +22,18 @@
 namespace parvl {
 namespace {
 
+// What was computed.
+struct Computed {
+  Completion completion;
+  at::Tensor visual;  // of an encoding: [tokens, hidden] on the device, ready
+};
+
 // One request's tensors and choices. Its step's job is the only one that changes it.
 struct RequestState {
   std::shared_ptr<const Prompt> prompt;
-  std::vector<TokenId> tokens;  // prompt and output
-  RopePositions positions;      // of the prompt
+  std::vector<std::shared_ptr<EncodedSource>> sources;  // by media item; null: encoded here
+  std::vector<TokenId> tokens;                          // prompt and output
+  RopePositions positions;                              // of the prompt
   Sampler sampler;
   std::optional<GrammarMatcher> grammar;
   std::vector<uint32_t> mask;  // of the step's token, when there is a grammar
@@ -55,7 +63,7 @@ class TorchExecutor : public ModelExecutor {
         pages_(model().spec().backbone, model().params().owned().front()->value.scalar_type(), files_.device,
                config.block_size),
         attention_(std::make_shared<PagedAttention>(pages_)),
-        encodes_(model(), files_.device, clock, [this](Computed done) { report(std::move(done)); }) {
+        encodes_(files_, clock) {
     pages_.reserve(config.num_blocks);
     if (!files_.device.is_cuda()) return;
     if (options.startup != nullptr) options.startup->begin("graphs");
@@ -73,14 +81,17 @@ class TorchExecutor : public ModelExecutor {
 
   absl::Status begin(RequestId id, const EngineRequest& request) override {
     const std::shared_ptr<const Prompt>& prompt = request.prompt;
+    PARVL_RETURN_IF_ERROR(check_images({model().spec(), files_.dtype, files_.held.encoder}, request));
     std::vector<ImageSpan> images;
+    std::vector<std::shared_ptr<EncodedSource>> sources;
     for (const MediaSpan& span : prompt->media) {
       const ProcessedImage& image = *prompt->images[static_cast<size_t>(span.image_index)];
       images.push_back({span.begin, {image.grid_t, image.grid_h, image.grid_w}});
+      sources.push_back(request.source_of(span.image_index));
     }
     RopePositions positions = model().positions(static_cast<int64_t>(prompt->ids.size()), images);
     Sampler sampler(request.sampling, files_.end_tokens, prompt->ids);
-    RequestState state{prompt, prompt->ids, std::move(positions), std::move(sampler)};
+    RequestState state{prompt, std::move(sources), prompt->ids, std::move(positions), std::move(sampler)};
     if (request.grammar != nullptr) state.grammar.emplace(request.grammar);
     for (const TokenId token : request.generated) {
       if (token < 0 || token >= model().spec().backbone.vocab) {
@@ -99,7 +110,7 @@ class TorchExecutor : public ModelExecutor {
 
   void submit(const SchedulerOutput& output) override {
     for (const SlotId slot : output.evicted) slots_.erase(slot);
-    for (const EncodeWork& work : output.encodes) encodes_.submit({states_.at(work.id)->prompt, work});
+    for (const EncodeWork& work : output.encodes) start_encode(work);
     if (output.sequences.empty()) return;
     auto items = std::make_shared<std::vector<StepItem>>();
     for (const SequenceWork& work : output.sequences) {
@@ -128,6 +139,25 @@ class TorchExecutor : public ModelExecutor {
       done_.push_back(std::move(done));
     }
     notify_();
+  }
+
+  void start_encode(const EncodeWork& work) {
+    const RequestState& state = *states_.at(work.id);
+    const size_t item = static_cast<size_t>(work.item);
+    const auto image = static_cast<size_t>(state.prompt->media[item].image_index);
+    const auto on_done = [this, slot = work.slot](EncodeQueue::Done encoded) {
+      Computed done;
+      done.completion.kind = Completion::Kind::kEncode;
+      done.completion.slot = slot;
+      done.completion.status = std::move(encoded.status);
+      done.completion.start_s = encoded.start_s;
+      done.completion.end_s = encoded.end_s;
+      done.completion.replayed = encoded.replayed;
+      done.completion.fetched = encoded.fetched;
+      done.visual = std::move(encoded.visual);
+      report(std::move(done));
+    };
+    encodes_.submit({work.slot.value, state.prompt->images[image], state.sources[item], on_done});
   }
 
   // On the backbone's thread.

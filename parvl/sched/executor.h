@@ -28,6 +28,7 @@ struct Completion {
   SlotId slot;                       // kEncode
   double start_s = 0, end_s = 0;     // when it was computed, by the clock
   bool replayed = false;             // by one launch of work that was recorded before
+  bool fetched = false;              // kEncode: from elsewhere, where it was encoded
 };
 
 // Turns a SchedulerOutput into tokens. The real one drives a model, the simulator's asks a cost model. Requests are

@@ -231,6 +231,16 @@ TEST_F(EngineLoopTest, StoppingInTheMiddleEndsEveryRequestOnce) {
   }
 }
 
+TEST(BusyTime, WhatRunsAtOnceCountsOnce) {
+  BusyTime busy;
+  busy.add(1, 3);
+  busy.add(1, 3.5);  // of the same batch
+  EXPECT_DOUBLE_EQ(busy.total_s(), 2.5);
+  busy.add(4, 5);
+  busy.add(4.5, 4.75);
+  EXPECT_DOUBLE_EQ(busy.total_s(), 3.5);
+}
+
 TEST_F(EngineLoopTest, TellsOfEachStepWhatItHeldAndHowLongItTook) {
   std::vector<EngineStep> steps;
   auto engine = make(1, 0, [&](const EngineStep& step) { steps.push_back(step); });

@@ -117,6 +117,8 @@ TEST_P(PartsFamilyTest, RefusesModulesThatMakeNoWhole) {
               HasSubstr("must hold the llm_backbone"));
   engine.load = options({"vision_encoder", "projector", "llm_backbone"});
   EXPECT_TRUE(load_engine(dir, engine, clock()).ok());
+  EXPECT_THAT(std::string(load_encode_engine(dir, engine, clock()).status().message()),
+              HasSubstr("must not hold the llm_backbone"));
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, PartsFamilyTest, testing::Values("qwen2_vl", "qwen2_5_vl"));
@@ -127,6 +129,9 @@ TEST_F(PartsTest, AModelWithoutImagesHasNoEncoder) {
   EngineOptions engine;
   engine.load = options(kBackbone);
   EXPECT_TRUE(load_engine(dir, engine, clock()).ok());
+  engine.load = options({});
+  EXPECT_THAT(std::string(load_encode_engine(dir, engine, clock()).status().message()),
+              HasSubstr("has no vision_encoder"));
 }
 
 }  // namespace
