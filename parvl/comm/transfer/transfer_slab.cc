@@ -1,0 +1,57 @@
+#include "parvl/comm/transfer/transfer_slab.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace parvl {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+absl::Status no_memory(const std::string& what, int64_t bytes) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("cannot ", what, " ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+}
+
+}  // namespace
+
+SharedSlab::SharedSlab(FileDescriptor own, FileDescriptor read_only, std::byte* data, int64_t bytes)
+    : own_(std::move(own)), read_only_(std::move(read_only)), data_(data), bytes_(bytes) {}
+
+SharedSlab::~SharedSlab() { ::munmap(data_, static_cast<size_t>(bytes_)); }
+
+absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::create(int64_t bytes, const std::string& label) {
+  FileDescriptor own(::memfd_create(label.substr(0, 100).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!own || ::ftruncate(own.get(), bytes) != 0 || ::fcntl(own.get(), F_ADD_SEALS, kSeals) != 0) {
+    return no_memory("make", bytes);
+  }
+  FileDescriptor read_only(::open(absl::StrCat("/proc/self/fd/", own.get()).c_str(), O_RDONLY | O_CLOEXEC));
+  if (!read_only) return no_memory("open", bytes);
+  void* const data = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, own.get(), 0);
+  if (data == MAP_FAILED) return no_memory("map", bytes);
+  return std::unique_ptr<SharedSlab>(
+      new SharedSlab(std::move(own), std::move(read_only), static_cast<std::byte*>(data), bytes));
+}
+
+absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::map(const FileDescriptor& descriptor, int64_t bytes) {
+  struct stat found {};
+  const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
+  if (bytes <= 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(descriptor.get(), &found) != 0 ||
+      found.st_size < bytes) {
+    return invalid("what came as shared memory could shrink, or is smaller than ", bytes, " bytes");
+  }
+  void* const data =
+      ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED | MAP_POPULATE, descriptor.get(), 0);
+  if (data == MAP_FAILED) return no_memory("map", bytes);
+  return std::unique_ptr<SharedSlab>(
+      new SharedSlab(FileDescriptor(), FileDescriptor(), static_cast<std::byte*>(data), bytes));
+}
+
+void SharedSlab::discard() { ::fallocate(own_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, bytes_); }
+
+}  // namespace parvl
