@@ -52,12 +52,22 @@ void EncodeQueue::work() {
     }
   }
   for (const Item& item : cancelled) item.on_done({.status = absl::CancelledError("the image was cancelled")});
-  if (batch.empty()) return;  // an earlier turn took this one's
+  if (!batch.empty()) run(batch);  // else an earlier turn took this one's
+  if (hooks_.on_turn) hooks_.on_turn();
+}
+
+void EncodeQueue::run(const std::vector<Item>& batch) {
+  EngineStep step{static_cast<int64_t>(batch.size())};
+  for (const Item& item : batch) step.tokens += item.image->num_patches();
+  if (hooks_.on_submit) hooks_.on_submit(step.tokens);
+  const double start = clock_.now_seconds();
   if (batch.front().source != nullptr) {
     fetch(batch.front());
   } else {
     encode(batch);
   }
+  step.seconds = clock_.now_seconds() - start;
+  if (hooks_.on_step) hooks_.on_step(step);
 }
 
 void EncodeQueue::encode(const std::vector<Item>& batch) {

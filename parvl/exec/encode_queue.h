@@ -6,11 +6,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "parvl/base/clock.h"
 #include "parvl/exec/encoded.h"
 #include "parvl/exec/encoder_graphs.h"
+#include "parvl/exec/engine_trace.h"
 #include "parvl/exec/job_thread.h"
 #include "parvl/exec/load.h"
 #include "parvl/media/image_processor.h"
@@ -37,8 +39,10 @@ class EncodeQueue {
     std::function<void(Done)> on_done;      // on the queue's thread, once; never when the queue ends before
   };
 
-  // Files, with their weights, and clock outlive the queue.
-  EncodeQueue(const LoadedFiles& files, const Clock& clock) : files_(files), clock_(clock) {}
+  // Files, with their weights, and clock outlive the queue. `hooks`, on the queue's thread: a batch is a step, and its
+  // patches are the step's tokens.
+  EncodeQueue(const LoadedFiles& files, const Clock& clock, EngineHooks hooks = {})
+      : files_(files), clock_(clock), hooks_(std::move(hooks)) {}
 
   // On a GPU, before the first item: gives the thread its stream and makes its graphs (`record`: or the same without
   // recording). Waits for that; throws libtorch's exceptions.
@@ -54,12 +58,14 @@ class EncodeQueue {
     bool replayed = false;
   };
   void work();
+  void run(const std::vector<Item>& batch);
   void encode(const std::vector<Item>& batch);
   Encoded encode(const SequenceInput& images) const;
   void fetch(const Item& item);
 
   const LoadedFiles& files_;
   const Clock& clock_;
+  const EngineHooks hooks_;
   std::unique_ptr<EncoderGraphs> graphs_;  // the thread's
   std::mutex mutex_;
   std::deque<Item> items_;  // that no job has taken yet

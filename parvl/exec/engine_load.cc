@@ -122,7 +122,8 @@ absl::StatusOr<std::unique_ptr<EncodeEngine>> load_encode_engine(const std::stri
     PARVL_RETURN_IF_ERROR(load_weights(files, dir, load));
     log_info("weights of the encoder: ", bytes_text(memory.weights), " on ", device_text(files.device),
              "; encoding takes up to ", bytes_text(memory.encode), " more");
-    const EncodeEngineConfig config{options.max_seqs, largest_image(files), !options.enforce_eager, load.startup};
+    const EncodeEngineConfig config{options.max_seqs, largest_image(files), !options.enforce_eager, load.startup,
+                                    options.hooks};
     out = make_torch_encode_engine(std::move(files), config, clock);
     return absl::OkStatus();
   }));

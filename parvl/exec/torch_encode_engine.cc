@@ -22,7 +22,7 @@ class TorchEncodeEngine : public EncodeEngine {
  public:
   TorchEncodeEngine(LoadedFiles files, const EncodeEngineConfig& config, const Clock& clock)
       : files_(std::move(files)), config_(config) {
-    queue_.emplace(files_, clock);
+    queue_.emplace(files_, clock, config_.hooks);
     if (!files_.device.is_cuda()) return;
     if (config.startup != nullptr) config.startup->begin("graphs");
     queue_->start(config.graphs);

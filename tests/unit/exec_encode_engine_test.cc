@@ -236,6 +236,31 @@ TEST_F(EncodeEngineTest, ACancelledImageEndsOnceAndLeavesItsRoomAlone) {
   EXPECT_EQ(others.all.size(), 2u);
 }
 
+TEST_F(EncodeEngineTest, TellsOfEachBatchWhenItBeginsAndWhenItIsDone) {
+  const std::string dir = make_dir("qwen2_vl");
+  EngineOptions options;
+  std::vector<std::string> told;
+  std::atomic<int> turns = 0;
+  options.hooks.on_submit = [&](int64_t patches) { told.push_back(absl::StrCat("begin ", patches)); };
+  options.hooks.on_step = [&](const EngineStep& step) {
+    EXPECT_GE(step.seconds, 0);
+    told.push_back(absl::StrCat("done ", step.sequences, " ", step.tokens));
+  };
+  options.hooks.on_turn = [&] { ++turns; };
+  auto engine = load_encoder(dir, options);
+  const auto images = make_images(dir);
+  std::vector<std::string> want;
+  for (size_t i = 0; i < 3; ++i) {
+    encode(*engine, images[i]);
+    while (turns <= static_cast<int>(i)) std::this_thread::yield();
+    want.push_back(absl::StrCat("begin ", images[i]->num_patches()));
+    want.push_back(absl::StrCat("done 1 ", images[i]->num_patches()));
+  }
+  engine.reset();
+  EXPECT_EQ(told, want);
+  EXPECT_EQ(turns, 3);
+}
+
 // Stops whoever asks it for the time, once it is told to.
 class StoppingClock : public Clock {
  public:
