@@ -9,10 +9,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "parvl/base/ids.h"
 #include "parvl/base/status.h"
-#include "parvl/exec/encoded.h"
+#include "parvl/comm/transfer/transfer_handle.h"
 #include "parvl/exec/engine_stats.h"
 #include "parvl/media/image_processor.h"
 
@@ -21,14 +22,14 @@ namespace parvl {
 using EncodeId = StrongId<struct EncodeTag, int64_t>;
 
 struct EncodedImage {
-  EncodedLayout layout;
   double start_s = 0, end_s = 0;  // by the engine's clock; images that were encoded at once have the same
 };
 
 struct EncodeRequest {
   std::shared_ptr<const ProcessedImage> image;
-  // Where the features go: layout_of(*image).bytes, aligned to 64, the engine's to write until on_done.
-  absl::Span<std::byte> destination;
+  // Where the features go: one piece for each tensor of layout_of(*image), of its bytes and aligned to 64, as a
+  // TransferRegion has them. The engine's to write until on_done.
+  std::vector<absl::Span<std::byte>> destination;
   // On the engine's thread, or on the one that ends the engine; must not block. Exactly once: the features lie in
   // `destination`, or the encoder failed, or Cancelled, also when the engine stops.
   std::function<void(const absl::StatusOr<EncodedImage>&)> on_done;
@@ -49,11 +50,11 @@ class EncodeEngine {
   virtual std::string device_name() const = 0;
   virtual int64_t max_images() const = 0;  // that may be here at once
 
-  // What the image will become, without encoding it: of its pixels only the grid is read.
-  virtual EncodedLayout layout_of(const ProcessedImage& image) const = 0;
+  // What the image will become, without encoding it: names, types, shapes and bytes. Only its grid is read.
+  virtual std::vector<TransferTensor> layout_of(const ProcessedImage& image) const = 0;
 
   // Takes an image, unless it says why not; then on_done does not come. InvalidArgument for an image that the model or
-  // the memory set aside for encoding does not take, and for a destination of another size. ResourceExhausted when
+  // the memory set aside for encoding does not take, and for a destination of other sizes. ResourceExhausted when
   // max_images() are here: nothing waits inside for room, neither here nor in the destination, since the gateway's
   // queues are where requests wait, by their deadlines and priorities. on_done may come before this returns.
   virtual absl::StatusOr<EncodeId> submit(EncodeRequest request) = 0;

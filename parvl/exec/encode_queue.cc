@@ -114,11 +114,13 @@ void EncodeQueue::fetch(const Item& item) {
   Done done{.start_s = clock_.now_seconds(), .fetched = true};
   const std::string failure = "fetching the encoder output of an image failed";
   done.status = catch_exceptions(failure, [&]() -> absl::Status {
-    const EncodedTensor& visual = item.source->layout().tensors.front();
+    const TransferTensor& visual = item.source->tensors().front();
     const auto options = at::TensorOptions().dtype(to_scalar_type(visual.dtype));
     const at::Tensor host = at::empty(visual.shape, options.pinned_memory(files_.device.is_cuda()));
     const absl::Span<std::byte> memory(static_cast<std::byte*>(host.data_ptr()), host.nbytes());
-    PARVL_RETURN_IF_ERROR(with_context(item.source->fetch(memory), failure));
+    const absl::Status fetched = item.source->fetch({memory});
+    // Whatever the reason: it is not there, and the image can be encoded elsewhere.
+    if (!fetched.ok()) return absl::UnavailableError(absl::StrCat(failure, ": ", fetched.message()));
     const at::Tensor here = host.to(files_.device);
     synchronize(files_.device);
     done.visual = here;

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "parvl/base/clock.h"
-#include "parvl/exec/encoded.h"
+#include "parvl/exec/encoded_source.h"
 #include "parvl/exec/encoder_graphs.h"
 #include "parvl/exec/engine_trace.h"
 #include "parvl/exec/job_thread.h"

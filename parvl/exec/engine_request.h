@@ -8,7 +8,7 @@
 
 #include "parvl/base/status.h"
 #include "parvl/base/timeline.h"
-#include "parvl/exec/encoded.h"
+#include "parvl/exec/encoded_source.h"
 #include "parvl/exec/generation.h"
 #include "parvl/media/grammar.h"
 #include "parvl/media/prompt.h"

@@ -2,15 +2,27 @@
 
 #include <absl/strings/str_join.h>
 
+#include <algorithm>
+
 namespace parvl {
 namespace {
 
 constexpr int kMaxSide = 1 << 15;  // patches; the values of three such sides are far from what int64_t holds
 
-absl::Status check_output(const ImageModel& model, const ProcessedImage& image, const EncodedLayout& given) {
-  const EncodedLayout wanted = encoded_layout(model, image);
-  if (given == wanted) return absl::OkStatus();
-  return failed("its encoder output is ", to_string(given), ", and this model takes ", to_string(wanted));
+// "visual: float32 [12, 896]"
+std::string text_of(const std::vector<TransferTensor>& tensors) {
+  return absl::StrJoin(tensors, ", ", [](std::string* out, const TransferTensor& tensor) {
+    absl::StrAppend(out, tensor.name, ": ", to_string(tensor.dtype), " [", absl::StrJoin(tensor.shape, ", "), "] of ",
+                    tensor.bytes, " bytes");
+  });
+}
+
+absl::Status check_output(const std::vector<TransferTensor>& wanted, const std::vector<TransferTensor>& given) {
+  const auto equal = [](const TransferTensor& a, const TransferTensor& b) {
+    return a.name == b.name && a.dtype == b.dtype && a.shape == b.shape && a.bytes == b.bytes;
+  };
+  if (std::equal(wanted.begin(), wanted.end(), given.begin(), given.end(), equal)) return absl::OkStatus();
+  return failed("its encoder output is ", text_of(given), ", and this model takes ", text_of(wanted));
 }
 
 // One that is to be fetched, or encoded here.
@@ -20,7 +32,7 @@ absl::Status check_source(const ImageModel& model, const ProcessedImage& image, 
     if (image.patches.empty() && image.key == decltype(image.key){}) {
       return invalid("it has neither patches nor a key to know it by");
     }
-    return check_output(model, image, source->layout());
+    return check_output(encoded_layout(model, image), source->tensors());
   }
   if (!model.encodes) return invalid("it has no encoder output, and this engine holds no vision encoder");
   if (image.patches.empty()) return invalid("it has neither patches nor encoder output");
@@ -39,16 +51,10 @@ absl::Status check_span(const Prompt& prompt, const MediaSpan& span, int64_t fro
 
 }  // namespace
 
-std::string to_string(const EncodedLayout& layout) {
-  return absl::StrJoin(layout.tensors, ", ", [](std::string* out, const EncodedTensor& tensor) {
-    absl::StrAppend(out, tensor.name, ": ", to_string(tensor.dtype), " [", absl::StrJoin(tensor.shape, ", "), "]");
-  });
-}
-
-EncodedLayout encoded_layout(const ImageModel& model, const ProcessedImage& image) {
-  const int64_t hidden = model.spec.backbone.hidden;
-  return {{{"visual", model.dtype, {image.num_tokens(), hidden}}},
-          image.num_tokens() * hidden * dtype_bytes(model.dtype)};
+std::vector<TransferTensor> encoded_layout(const ImageModel& model, const ProcessedImage& image) {
+  TransferTensor visual{"visual", model.dtype, {image.num_tokens(), model.spec.backbone.hidden}};
+  visual.bytes = image.num_tokens() * model.spec.backbone.hidden * dtype_bytes(model.dtype);
+  return {visual};
 }
 
 absl::Status check_image(const ImageModel& model, const ProcessedImage& image, bool patches) {

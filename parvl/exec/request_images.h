@@ -2,7 +2,8 @@
 // become ours.
 #pragma once
 
-#include "parvl/exec/encoded.h"
+#include <vector>
+
 #include "parvl/exec/engine_request.h"
 #include "parvl/plan/model_spec.h"
 
@@ -16,7 +17,7 @@ struct ImageModel {
 };
 
 // What the encoder makes of an image with this grid, which check_image accepted.
-EncodedLayout encoded_layout(const ImageModel& model, const ProcessedImage& image);
+std::vector<TransferTensor> encoded_layout(const ImageModel& model, const ProcessedImage& image);
 
 // OK, or InvalidArgument: a grid that the model cannot merge, or `patches` that are not as many as the grid says.
 absl::Status check_image(const ImageModel& model, const ProcessedImage& image, bool patches);

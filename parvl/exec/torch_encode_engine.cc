@@ -35,7 +35,9 @@ class TorchEncodeEngine : public EncodeEngine {
 
   std::string device_name() const override { return device_text(files_.device); }
   int64_t max_images() const override { return config_.max_images; }
-  EncodedLayout layout_of(const ProcessedImage& image) const override { return encoded_layout(model(), image); }
+  std::vector<TransferTensor> layout_of(const ProcessedImage& image) const override {
+    return encoded_layout(model(), image);
+  }
 
   absl::StatusOr<EncodeId> submit(EncodeRequest request) override {
     PARVL_CHECK(request.image != nullptr && request.on_done, "an incomplete request");
@@ -90,12 +92,12 @@ class TorchEncodeEngine : public EncodeEngine {
       return invalid("an image of ", image.num_patches(), " patches is larger than any that this model's processor ",
                      "makes, ", config_.max_patches, " patches");
     }
-    const EncodedLayout layout = layout_of(image);
-    if (static_cast<int64_t>(request.destination.size()) != layout.bytes) {
-      return invalid("an image's encoder output takes ", layout.bytes, " bytes, and its destination has ",
-                     request.destination.size());
+    const TransferTensor visual = layout_of(image).front();
+    if (request.destination.size() != 1 || static_cast<int64_t>(request.destination[0].size()) != visual.bytes) {
+      return invalid("an image's encoder output is one tensor of ", visual.bytes, " bytes, and its destination is not");
     }
-    PARVL_CHECK(reinterpret_cast<uintptr_t>(request.destination.data()) % kAlign == 0, "an unaligned destination");
+    const auto address = reinterpret_cast<uintptr_t>(request.destination[0].data());
+    PARVL_CHECK(address % kAlign == 0, "an unaligned destination");
     return absl::OkStatus();
   }
 
@@ -105,7 +107,7 @@ class TorchEncodeEngine : public EncodeEngine {
     {
       std::lock_guard lock(mutex_);
       const Live& live = live_.at(id);
-      destination = live.request.destination;
+      destination = live.request.destination[0];
       if (live.cancelled) done.status = cancelled();
     }
     const bool computed = done.visual.defined();
@@ -124,7 +126,7 @@ class TorchEncodeEngine : public EncodeEngine {
       stats_.encoded += done.status.ok();
     }
     if (!done.status.ok()) return live.request.on_done(done.status);
-    live.request.on_done(EncodedImage{layout_of(*live.request.image), done.start_s, done.end_s});
+    live.request.on_done(EncodedImage{done.start_s, done.end_s});
   }
 
   absl::Status copy(const at::Tensor& visual, absl::Span<std::byte> destination) const {

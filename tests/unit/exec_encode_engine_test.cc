@@ -66,12 +66,12 @@ class EncodeEngineTest : public EngineTest {
     std::promise<void> reached, go;
     AlignedBytes memory{0};
     Blocker(EncodeEngine& engine, const std::shared_ptr<const ProcessedImage>& image)
-        : memory(engine.layout_of(*image).bytes) {
+        : memory(engine.layout_of(*image)[0].bytes) {
       const auto block = [this, waits = std::make_shared<std::shared_future<void>>(go.get_future())](const auto&) {
         reached.set_value();
         waits->wait();
       };
-      EXPECT_TRUE(engine.submit({image, memory.span(), block}).ok());
+      EXPECT_TRUE(engine.submit({image, {memory.span()}, block}).ok());
       reached.get_future().wait();
     }
   };
@@ -93,14 +93,17 @@ TEST_P(EncodeFamilyTest, GivesTheBytesOfTheModel) {
   Ends ends;
   std::vector<AlignedBytes> memory;
   for (const auto& image : images) {
-    const EncodedLayout layout = engine->layout_of(*outline(*image));  // pixels have no part in it
-    ASSERT_EQ(layout.tensors.size(), 1u);
-    EXPECT_EQ(layout.tensors[0].name, "visual");
-    EXPECT_EQ(layout.tensors[0].dtype, whole.dtype);
-    EXPECT_EQ(layout.tensors[0].shape, (std::vector<int64_t>{image->num_tokens(), 32}));
-    EXPECT_EQ(layout.bytes, image->num_tokens() * 32 * dtype_bytes(whole.dtype));
-    memory.emplace_back(layout.bytes);
-    ASSERT_TRUE(engine->submit({image, memory.back().span(), ends.add()}).ok());
+    std::vector<TransferTensor> layout = engine->layout_of(*outline(*image));  // pixels have no part in it
+    ASSERT_EQ(layout.size(), 1u);
+    EXPECT_EQ(layout[0].name, "visual");
+    EXPECT_EQ(layout[0].dtype, whole.dtype);
+    EXPECT_EQ(layout[0].shape, (std::vector<int64_t>{image->num_tokens(), 32}));
+    const int64_t bytes = layout[0].bytes;
+    EXPECT_EQ(bytes, image->num_tokens() * 32 * dtype_bytes(whole.dtype));
+    EXPECT_EQ(*place_tensors(layout), bytes);  // as a transfer says it
+    EXPECT_EQ(layout[0].bytes, bytes);
+    memory.emplace_back(bytes);
+    ASSERT_TRUE(engine->submit({image, {memory.back().span()}, ends.add()}).ok());
   }
   ends.wait_for(images.size());
   std::set<std::string> different;
@@ -143,16 +146,17 @@ TEST_F(EncodeEngineTest, RefusesWhatCannotBeEncoded) {
   const std::string dir = make_dir("qwen2_vl");
   const auto engine = load_encoder(dir);
   const auto good = make_images(dir).front();
-  AlignedBytes memory(engine->layout_of(*good).bytes);
+  AlignedBytes memory(engine->layout_of(*good)[0].bytes);
   const auto refusal = [&](const std::function<void(ProcessedImage&)>& change, int64_t less = 0) {
     auto image = std::make_shared<ProcessedImage>(*good);
     change(*image);
     const auto room = memory.span().subspan(0, memory.bytes - static_cast<size_t>(less));
-    const auto id = engine->submit({image, room, [](const auto&) { FAIL() << "an image that was refused has ended"; }});
+    const auto id =
+        engine->submit({image, {room}, [](const auto&) { FAIL() << "an image that was refused has ended"; }});
     EXPECT_EQ(id.status().code(), absl::StatusCode::kInvalidArgument) << id.status();
     return std::string(id.status().message());
   };
-  EXPECT_THAT(refusal([](ProcessedImage&) {}, 4), HasSubstr("bytes, and its destination has"));
+  EXPECT_THAT(refusal([](ProcessedImage&) {}, 4), HasSubstr("bytes, and its destination is not"));
   EXPECT_THAT(refusal([](ProcessedImage& image) { image.patches.clear(); }), HasSubstr("patches have 0 values"));
   EXPECT_THAT(refusal([](ProcessedImage& image) { image.patches.pop_back(); }), HasSubstr("values instead of"));
   EXPECT_THAT(refusal([](ProcessedImage& image) { --image.grid_h; }), HasSubstr("cannot be joined 2 × 2"));
@@ -182,20 +186,20 @@ TEST_F(EncodeEngineTest, TakesSoManyImagesAtOnceAndNoMore) {
   std::vector<AlignedBytes> memory;
   int64_t patches = 0;
   for (size_t i = 1; i <= 3; ++i) {
-    memory.emplace_back(engine->layout_of(*images[i]).bytes);
+    memory.emplace_back(engine->layout_of(*images[i])[0].bytes);
     patches += images[i]->num_patches();
-    ASSERT_TRUE(engine->submit({images[i], memory.back().span(), ends.add()}).ok());
+    ASSERT_TRUE(engine->submit({images[i], {memory.back().span()}, ends.add()}).ok());
   }
   EXPECT_EQ(engine->stats().images, 3);
   EXPECT_EQ(engine->stats().patches, patches);
-  AlignedBytes more(engine->layout_of(*images[4]).bytes);
-  const auto refused = engine->submit({images[4], more.span(), ends.add()});
+  AlignedBytes more(engine->layout_of(*images[4])[0].bytes);
+  const auto refused = engine->submit({images[4], {more.span()}, ends.add()});
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(refused.status().message()), HasSubstr("3 images"));
   blocker.go.set_value();
   ends.wait_for(3);
   for (const auto& end : ends.all) EXPECT_TRUE(end.ok()) << end.status();
-  ASSERT_TRUE(engine->submit({images[4], more.span(), ends.add()}).ok());
+  ASSERT_TRUE(engine->submit({images[4], {more.span()}, ends.add()}).ok());
   ends.wait_for(4);
 }
 
@@ -208,9 +212,9 @@ TEST_F(EncodeEngineTest, ACancelledImageEndsOnceAndLeavesItsRoomAlone) {
   std::vector<AlignedBytes> memory;
   std::vector<EncodeId> ids;
   for (size_t i = 1; i <= 4; ++i) {
-    memory.emplace_back(engine->layout_of(*images[i]).bytes);
+    memory.emplace_back(engine->layout_of(*images[i])[0].bytes);
     Ends& ends = i % 2 == 0 ? cancelled : others;
-    ids.push_back(*engine->submit({images[i], memory.back().span(), ends.add()}));
+    ids.push_back(*engine->submit({images[i], {memory.back().span()}, ends.add()}));
   }
   for (const size_t i : {1, 3}) {
     engine->cancel(ids[i]);
@@ -289,10 +293,10 @@ TEST_F(EncodeEngineTest, AnImageThatIsCancelledWhileItIsEncodedLeavesItsRoomAlon
   options.load.device = test_device();
   const auto engine = *load_encode_engine(dir, options, stopping);
   const auto image = make_images(dir).front();
-  const AlignedBytes memory(engine->layout_of(*image).bytes);
+  const AlignedBytes memory(engine->layout_of(*image)[0].bytes);
   Ends ends;
   stopping.arm();
-  const EncodeId id = *engine->submit({image, memory.span(), ends.add()});
+  const EncodeId id = *engine->submit({image, {memory.span()}, ends.add()});
   stopping.wait_until_reached();  // in the encoder's hands
   engine->cancel(id);
   EXPECT_TRUE(ends.all.empty());
@@ -315,8 +319,8 @@ TEST_F(EncodeEngineTest, StoppingEndsWhatWaits) {
   std::vector<AlignedBytes> memory;
   stopping.arm();
   for (const auto& image : images) {
-    memory.emplace_back(engine->layout_of(*image).bytes);
-    ASSERT_TRUE(engine->submit({image, memory.back().span(), ends.add()}).ok());
+    memory.emplace_back(engine->layout_of(*image)[0].bytes);
+    ASSERT_TRUE(engine->submit({image, {memory.back().span()}, ends.add()}).ok());
   }
   stopping.wait_until_reached();
   std::thread stop([&] { engine.reset(); });
@@ -343,8 +347,8 @@ TEST_F(EncodeEngineTest, EveryImageEndsOnce) {
     clients.emplace_back([&, t] {
       for (size_t i = 0; i < 100; ++i) {
         const size_t which = (t + i) % images.size();
-        const AlignedBytes memory(engine->layout_of(*images[which]).bytes);
-        const auto id = engine->submit({images[which], memory.span(), [&, memory, which](const auto& result) {
+        const AlignedBytes memory(engine->layout_of(*images[which])[0].bytes);
+        const auto id = engine->submit({images[which], {memory.span()}, [&, memory, which](const auto& result) {
                                           ++ended;
                                           right += result.ok() && memory.text() == want[which];
                                           cancelled += absl::IsCancelled(result.status());

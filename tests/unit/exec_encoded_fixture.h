@@ -14,6 +14,7 @@
 
 #include "parvl/base/file.h"
 #include "parvl/exec/encode_engine.h"
+#include "parvl/exec/encoded_source.h"
 
 namespace parvl {
 
@@ -32,19 +33,21 @@ struct AlignedBytes {
 
 // Encoder output that a test has; counts how often it is asked for it.
 struct HeldSource : EncodedSource {
-  HeldSource(EncodedLayout layout, AlignedBytes memory) : what(std::move(layout)), held(std::move(memory)) {}
-  const EncodedLayout& layout() const override { return what; }
-  absl::Status fetch(absl::Span<std::byte> destination) override {
+  HeldSource(std::vector<TransferTensor> tensors, AlignedBytes memory)
+      : what(std::move(tensors)), held(std::move(memory)) {}
+  const std::vector<TransferTensor>& tensors() const override { return what; }
+  absl::Status fetch(absl::Span<const absl::Span<std::byte>> out) override {
     ++fetches;
     if (before) before();
     if (!status.ok()) return status;
-    EXPECT_EQ(destination.size(), held.bytes);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(destination.data()) % 64, 0u);
-    std::memcpy(destination.data(), held.memory.get(), held.bytes);
+    EXPECT_EQ(out.size(), 1u);
+    EXPECT_EQ(out[0].size(), held.bytes);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(out[0].data()) % 64, 0u);
+    std::memcpy(out[0].data(), held.memory.get(), held.bytes);
     return absl::OkStatus();
   }
 
-  EncodedLayout what;
+  std::vector<TransferTensor> what;
   AlignedBytes held;
   absl::Status status;           // of every fetch
   std::function<void()> before;  // called in every fetch
@@ -52,15 +55,14 @@ struct HeldSource : EncodedSource {
 };
 
 inline std::shared_ptr<HeldSource> encode(EncodeEngine& encoder, std::shared_ptr<const ProcessedImage> image) {
-  const EncodedLayout layout = encoder.layout_of(*image);
-  AlignedBytes memory(layout.bytes);
+  const std::vector<TransferTensor> layout = encoder.layout_of(*image);
+  AlignedBytes memory(layout.at(0).bytes);
   std::promise<absl::StatusOr<EncodedImage>> promise;
   const auto id =
-      encoder.submit({std::move(image), memory.span(), [&](const auto& encoded) { promise.set_value(encoded); }});
+      encoder.submit({std::move(image), {memory.span()}, [&](const auto& encoded) { promise.set_value(encoded); }});
   if (!id.ok()) throw std::runtime_error(id.status().ToString());
   const absl::StatusOr<EncodedImage> done = promise.get_future().get();
   if (!done.ok()) throw std::runtime_error(done.status().ToString());
-  EXPECT_EQ(done->layout, layout);
   EXPECT_LE(done->start_s, done->end_s);
   return std::make_shared<HeldSource>(layout, std::move(memory));
 }

@@ -20,7 +20,9 @@ TEST_F(GivenFeaturesTest, WhoseFeaturesDoNotComeEndsWithThatAndOthersGoOn) {
   std::vector<std::shared_ptr<Pending>> ends;
   for (int i = 0; i < 4; ++i) {
     lost = give(*encoder, chat(*prompts, "see", "it", {image(*prompts, 20, 28, 50 + i)}));
-    lost.held[0]->status = absl::UnavailableError("the encoder has gone");
+    // To the request it is all the same.
+    lost.held[0]->status = i % 2 == 0 ? absl::UnavailableError("the encoder has gone")
+                                      : absl::NotFoundError("of what the encoder has gone");
     ends.push_back(start(*engine, lost, cases[0].sampling));
     run_given(*engine, cases, given, 1);
   }
@@ -44,7 +46,7 @@ TEST_F(GivenFeaturesTest, WhatIsNotThisModelsOutputIsRefusedBeforeItIsFetched) {
   SamplingParams greedy;
   greedy.temperature = 0;
   greedy.max_tokens = 3;
-  const auto refusal = [&](const std::function<void(EncodedLayout&)>& change) {
+  const auto refusal = [&](const std::function<void(std::vector<TransferTensor>&)>& change) {
     Given given = give(*encoder, prompt);
     change(given.held[0]->what);
     const absl::Status status = run(*engine, given, greedy).status();
@@ -52,16 +54,17 @@ TEST_F(GivenFeaturesTest, WhatIsNotThisModelsOutputIsRefusedBeforeItIsFetched) {
     EXPECT_EQ(given.fetches(), 0);
     return std::string(status.message());
   };
-  EXPECT_THAT(refusal([](EncodedLayout& l) { l.tensors[0].shape[0] = 21; }),
-              testing::StrEq("image 1: its encoder output is visual: float32 [21, 32], and this model takes visual: "
-                             "float32 [20, 32]"));
-  EXPECT_THAT(refusal([](EncodedLayout& l) { l.tensors[0].dtype = DType::kBFloat16; }), HasSubstr("bfloat16 [20, 32]"));
-  EXPECT_THAT(refusal([](EncodedLayout& l) { l.tensors[0].name = "audio"; }), HasSubstr("audio: float32"));
-  EXPECT_THAT(refusal([](EncodedLayout& l) { l.tensors.push_back(l.tensors[0]); }),
-              HasSubstr("visual: float32 [20, 32], visual: float32 [20, 32], and"));
-  refusal([](EncodedLayout& l) { l.tensors.clear(); });
-  refusal([](EncodedLayout& l) { --l.bytes; });
-  refusal([](EncodedLayout& l) { l.tensors[0].offset = 4; });
+  EXPECT_THAT(refusal([](std::vector<TransferTensor>& t) { t[0].shape[0] = 21; }),
+              testing::StrEq(
+                  "image 1: its encoder output is visual: float32 [21, 32] of 2560 bytes, and this model takes visual: "
+                  "float32 [20, 32] of 2560 bytes"));
+  EXPECT_THAT(refusal([](std::vector<TransferTensor>& t) { t[0].dtype = DType::kBFloat16; }),
+              HasSubstr("bfloat16 [20, 32]"));
+  EXPECT_THAT(refusal([](std::vector<TransferTensor>& t) { t[0].name = "audio"; }), HasSubstr("audio: float32"));
+  EXPECT_THAT(refusal([](std::vector<TransferTensor>& t) { t.push_back(t[0]); }),
+              HasSubstr("visual: float32 [20, 32] of 2560 bytes, visual: float32 [20, 32] of 2560 bytes, and"));
+  refusal([](std::vector<TransferTensor>& t) { t.clear(); });
+  refusal([](std::vector<TransferTensor>& t) { --t[0].bytes; });
   expect_nothing_held(*engine);
 }
 

@@ -2,6 +2,8 @@
 // requests are cut, cached, preempted or taken up.
 #include <gmock/gmock.h>
 
+#include "parvl/comm/transfer/transfer_sink.h"
+#include "parvl/comm/transfer/transfer_source.h"
 #include "tests/unit/exec_given_fixture.h"
 
 namespace parvl {
@@ -146,6 +148,64 @@ TEST_F(GivenFeaturesTest, TheExampleModel) {
   run_given(*engine, cases, given, 3);
   EXPECT_EQ(fetches(given), different(given));
   expect_nothing_held(*engine);
+}
+
+// Encoder output that a transfer source holds.
+struct PulledSource : EncodedSource {
+  PulledSource(TransferSink& from, TransferHandle what) : sink(from), handle(std::move(what)) {}
+  const std::vector<TransferTensor>& tensors() const override { return handle.tensors; }
+  absl::Status fetch(absl::Span<const absl::Span<std::byte>> out) override {
+    return sink.pull_into(handle, out, /*timeout_s=*/10).status();
+  }
+  TransferSink& sink;
+  const TransferHandle handle;
+};
+
+// The encode engine writes into the transfer's memory, and the sink into the engine's tensor.
+TEST_F(GivenFeaturesTest, ThroughATransfer) {
+  const std::string dir = make_dir("qwen2_5_vl");
+  const std::vector<Case> cases = make_cases(dir);
+  const auto encoder = load_encoder(dir);
+  const std::string token = "a token of this test's run";
+  TransferSourceOptions sending;
+  sending.name = "encode-0";
+  sending.token = token;
+  sending.clock = &clock();
+  sending.arena_bytes = 1 << 20;
+  sending.tcp_listen = "127.0.0.1:0";
+  const auto source = *TransferSource::start(sending);
+  for (const TransferLane lane : {TransferLane::kSharedMemory, TransferLane::kTcp}) {
+    SCOPED_TRACE(to_string(lane));
+    const auto sink = *TransferSink::start({.name = "llm-0", .token = token, .clock = &clock(), .only = lane});
+    const auto engine = load(dir, llm_only());
+    TransferId last;
+    for (const Case& c : cases) {
+      Given given;
+      auto prompt = std::make_shared<Prompt>(*c.prompt);
+      for (auto& image : prompt->images) {
+        TransferRegion region = *source->reserve(encoder->layout_of(*image));
+        std::promise<absl::Status> end;
+        const absl::Span<std::byte> memory(region.data(0), static_cast<size_t>(region.tensors()[0].bytes));
+        ASSERT_TRUE(encoder->submit({image, {memory}, [&](const auto& done) { end.set_value(done.status()); }}).ok());
+        ASSERT_TRUE(end.get_future().get().ok());
+        const TransferHandle handle = source->publish(std::move(region), {});
+        last = handle.item;
+        given.sources.push_back(std::make_shared<PulledSource>(*sink, *TransferHandle::decode(handle.encode())));
+        image = outline(*image);
+      }
+      given.prompt = prompt;
+      const auto result = run(*engine, given, c.sampling);
+      ASSERT_TRUE(result.ok()) << result.status();
+      expect_equal(*result, c.want);
+      if (given.sources.empty()) continue;
+      // What is gone is missed by who has it not yet.
+      source->drop(last);
+      EXPECT_TRUE(run(*engine, given, c.sampling).ok());
+      const auto other = load(dir, llm_only());
+      EXPECT_TRUE(absl::IsUnavailable(run(*other, given, c.sampling).status()));
+    }
+    EXPECT_EQ(engine->stats().fetched, 3);
+  }
 }
 
 TEST_F(GivenFeaturesTest, AModelWithoutImagesServesAsAnLlmAlone) {
