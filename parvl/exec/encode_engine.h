@@ -50,13 +50,14 @@ class EncodeEngine {
   virtual std::string device_name() const = 0;
   virtual int64_t max_images() const = 0;  // that may be here at once
 
-  // What the image will become, without encoding it: names, types, shapes and bytes. Only its grid is read.
-  virtual std::vector<TransferTensor> layout_of(const ProcessedImage& image) const = 0;
+  // What the image will become, without encoding it: names, types, shapes and bytes. Only its grid is read;
+  // InvalidArgument for one that the model or the memory set aside for encoding does not take.
+  virtual absl::StatusOr<std::vector<TransferTensor>> layout_of(const ProcessedImage& image) const = 0;
 
-  // Takes an image, unless it says why not; then on_done does not come. InvalidArgument for an image that the model or
-  // the memory set aside for encoding does not take, and for a destination of other sizes. ResourceExhausted when
-  // max_images() are here: nothing waits inside for room, neither here nor in the destination, since the gateway's
-  // queues are where requests wait, by their deadlines and priorities. on_done may come before this returns.
+  // Takes an image, unless it says why not; then on_done does not come. InvalidArgument as layout_of, and for patches
+  // that do not fill the grid, or a destination of other sizes. ResourceExhausted when max_images() are here: nothing
+  // waits inside for room, neither here nor in the destination, since the gateway's queues are where requests wait, by
+  // their deadlines and priorities. on_done may come before this returns.
   virtual absl::StatusOr<EncodeId> submit(EncodeRequest request) = 0;
   // The image ends soon with Cancelled, unless it has ended; unknown ids are ignored.
   virtual void cancel(EncodeId id) = 0;

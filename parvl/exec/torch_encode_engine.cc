@@ -35,13 +35,15 @@ class TorchEncodeEngine : public EncodeEngine {
 
   std::string device_name() const override { return device_text(files_.device); }
   int64_t max_images() const override { return config_.max_images; }
-  std::vector<TransferTensor> layout_of(const ProcessedImage& image) const override {
+  absl::StatusOr<std::vector<TransferTensor>> layout_of(const ProcessedImage& image) const override {
+    PARVL_RETURN_IF_ERROR(check(image, /*patches=*/false));
     return encoded_layout(model(), image);
   }
 
   absl::StatusOr<EncodeId> submit(EncodeRequest request) override {
     PARVL_CHECK(request.image != nullptr && request.on_done, "an incomplete request");
-    PARVL_RETURN_IF_ERROR(check(request));
+    PARVL_RETURN_IF_ERROR(check(*request.image, /*patches=*/true));
+    PARVL_RETURN_IF_ERROR(check_destination(request));
     EncodeQueue::Item item;
     item.image = request.image;
     EncodeId id;
@@ -85,14 +87,15 @@ class TorchEncodeEngine : public EncodeEngine {
 
   ImageModel model() const { return {files_.model->spec(), files_.dtype, files_.held.encoder}; }
 
-  absl::Status check(const EncodeRequest& request) const {
-    const ProcessedImage& image = *request.image;
-    PARVL_RETURN_IF_ERROR(with_context(check_image(model(), image, /*patches=*/true), "an image"));
-    if (image.num_patches() > config_.max_patches) {
-      return invalid("an image of ", image.num_patches(), " patches is larger than any that this model's processor ",
-                     "makes, ", config_.max_patches, " patches");
-    }
-    const TransferTensor visual = layout_of(image).front();
+  absl::Status check(const ProcessedImage& image, bool patches) const {
+    PARVL_RETURN_IF_ERROR(with_context(check_image(model(), image, patches), "an image"));
+    if (image.num_patches() <= config_.max_patches) return absl::OkStatus();
+    return invalid("an image of ", image.num_patches(), " patches is larger than any that this model's processor ",
+                   "makes, ", config_.max_patches, " patches");
+  }
+
+  absl::Status check_destination(const EncodeRequest& request) const {
+    const TransferTensor visual = encoded_layout(model(), *request.image).front();
     if (request.destination.size() != 1 || static_cast<int64_t>(request.destination[0].size()) != visual.bytes) {
       return invalid("an image's encoder output is one tensor of ", visual.bytes, " bytes, and its destination is not");
     }

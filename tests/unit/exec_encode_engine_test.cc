@@ -66,7 +66,7 @@ class EncodeEngineTest : public EngineTest {
     std::promise<void> reached, go;
     AlignedBytes memory{0};
     Blocker(EncodeEngine& engine, const std::shared_ptr<const ProcessedImage>& image)
-        : memory(engine.layout_of(*image)[0].bytes) {
+        : memory(engine.layout_of(*image)->at(0).bytes) {
       const auto block = [this, waits = std::make_shared<std::shared_future<void>>(go.get_future())](const auto&) {
         reached.set_value();
         waits->wait();
@@ -93,7 +93,7 @@ TEST_P(EncodeFamilyTest, GivesTheBytesOfTheModel) {
   Ends ends;
   std::vector<AlignedBytes> memory;
   for (const auto& image : images) {
-    std::vector<TransferTensor> layout = engine->layout_of(*outline(*image));  // pixels have no part in it
+    std::vector<TransferTensor> layout = *engine->layout_of(*outline(*image));  // pixels have no part in it
     ASSERT_EQ(layout.size(), 1u);
     EXPECT_EQ(layout[0].name, "visual");
     EXPECT_EQ(layout[0].dtype, whole.dtype);
@@ -146,10 +146,13 @@ TEST_F(EncodeEngineTest, RefusesWhatCannotBeEncoded) {
   const std::string dir = make_dir("qwen2_vl");
   const auto engine = load_encoder(dir);
   const auto good = make_images(dir).front();
-  AlignedBytes memory(engine->layout_of(*good)[0].bytes);
+  AlignedBytes memory(engine->layout_of(*good)->at(0).bytes);
   const auto refusal = [&](const std::function<void(ProcessedImage&)>& change, int64_t less = 0) {
     auto image = std::make_shared<ProcessedImage>(*good);
     change(*image);
+    const bool grid = image->grid_t != good->grid_t || image->grid_h != good->grid_h || image->grid_w != good->grid_w ||
+                      image->merge_size != good->merge_size;
+    EXPECT_EQ(engine->layout_of(*image).ok(), !grid);
     const auto room = memory.span().subspan(0, memory.bytes - static_cast<size_t>(less));
     const auto id =
         engine->submit({image, {room}, [](const auto&) { FAIL() << "an image that was refused has ended"; }});
@@ -160,7 +163,7 @@ TEST_F(EncodeEngineTest, RefusesWhatCannotBeEncoded) {
   EXPECT_THAT(refusal([](ProcessedImage& image) { image.patches.clear(); }), HasSubstr("patches have 0 values"));
   EXPECT_THAT(refusal([](ProcessedImage& image) { image.patches.pop_back(); }), HasSubstr("values instead of"));
   EXPECT_THAT(refusal([](ProcessedImage& image) { --image.grid_h; }), HasSubstr("cannot be joined 2 × 2"));
-  EXPECT_THAT(refusal([](ProcessedImage& image) { image.merge_size = 1; }), HasSubstr("cannot be joined 2 × 2"));
+  EXPECT_THAT(refusal([](ProcessedImage& image) { image.merge_size = 0; }), HasSubstr("cannot be joined 2 × 2"));
   EXPECT_THAT(refusal([](ProcessedImage& image) { image.grid_t = 0; }), HasSubstr("has 0 patches"));
   EXPECT_THAT(refusal([](ProcessedImage& image) { image.grid_w = 1 << 30; }), HasSubstr("has 1073741824 patches"));
   EXPECT_THAT(refusal([](ProcessedImage& image) {
@@ -186,13 +189,13 @@ TEST_F(EncodeEngineTest, TakesSoManyImagesAtOnceAndNoMore) {
   std::vector<AlignedBytes> memory;
   int64_t patches = 0;
   for (size_t i = 1; i <= 3; ++i) {
-    memory.emplace_back(engine->layout_of(*images[i])[0].bytes);
+    memory.emplace_back(engine->layout_of(*images[i])->at(0).bytes);
     patches += images[i]->num_patches();
     ASSERT_TRUE(engine->submit({images[i], {memory.back().span()}, ends.add()}).ok());
   }
   EXPECT_EQ(engine->stats().images, 3);
   EXPECT_EQ(engine->stats().patches, patches);
-  AlignedBytes more(engine->layout_of(*images[4])[0].bytes);
+  AlignedBytes more(engine->layout_of(*images[4])->at(0).bytes);
   const auto refused = engine->submit({images[4], {more.span()}, ends.add()});
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(refused.status().message()), HasSubstr("3 images"));
@@ -212,7 +215,7 @@ TEST_F(EncodeEngineTest, ACancelledImageEndsOnceAndLeavesItsRoomAlone) {
   std::vector<AlignedBytes> memory;
   std::vector<EncodeId> ids;
   for (size_t i = 1; i <= 4; ++i) {
-    memory.emplace_back(engine->layout_of(*images[i])[0].bytes);
+    memory.emplace_back(engine->layout_of(*images[i])->at(0).bytes);
     Ends& ends = i % 2 == 0 ? cancelled : others;
     ids.push_back(*engine->submit({images[i], {memory.back().span()}, ends.add()}));
   }
@@ -293,7 +296,7 @@ TEST_F(EncodeEngineTest, AnImageThatIsCancelledWhileItIsEncodedLeavesItsRoomAlon
   options.load.device = test_device();
   const auto engine = *load_encode_engine(dir, options, stopping);
   const auto image = make_images(dir).front();
-  const AlignedBytes memory(engine->layout_of(*image)[0].bytes);
+  const AlignedBytes memory(engine->layout_of(*image)->at(0).bytes);
   Ends ends;
   stopping.arm();
   const EncodeId id = *engine->submit({image, {memory.span()}, ends.add()});
@@ -319,7 +322,7 @@ TEST_F(EncodeEngineTest, StoppingEndsWhatWaits) {
   std::vector<AlignedBytes> memory;
   stopping.arm();
   for (const auto& image : images) {
-    memory.emplace_back(engine->layout_of(*image)[0].bytes);
+    memory.emplace_back(engine->layout_of(*image)->at(0).bytes);
     ASSERT_TRUE(engine->submit({image, {memory.back().span()}, ends.add()}).ok());
   }
   stopping.wait_until_reached();
@@ -347,7 +350,7 @@ TEST_F(EncodeEngineTest, EveryImageEndsOnce) {
     clients.emplace_back([&, t] {
       for (size_t i = 0; i < 100; ++i) {
         const size_t which = (t + i) % images.size();
-        const AlignedBytes memory(engine->layout_of(*images[which])[0].bytes);
+        const AlignedBytes memory(engine->layout_of(*images[which])->at(0).bytes);
         const auto id = engine->submit({images[which], {memory.span()}, [&, memory, which](const auto& result) {
                                           ++ended;
                                           right += result.ok() && memory.text() == want[which];

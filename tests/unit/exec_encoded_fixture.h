@@ -55,7 +55,7 @@ struct HeldSource : EncodedSource {
 };
 
 inline std::shared_ptr<HeldSource> encode(EncodeEngine& encoder, std::shared_ptr<const ProcessedImage> image) {
-  const std::vector<TransferTensor> layout = encoder.layout_of(*image);
+  const std::vector<TransferTensor> layout = *encoder.layout_of(*image);
   AlignedBytes memory(layout.at(0).bytes);
   std::promise<absl::StatusOr<EncodedImage>> promise;
   const auto id =

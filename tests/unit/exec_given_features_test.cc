@@ -183,7 +183,7 @@ TEST_F(GivenFeaturesTest, ThroughATransfer) {
       Given given;
       auto prompt = std::make_shared<Prompt>(*c.prompt);
       for (auto& image : prompt->images) {
-        TransferRegion region = *source->reserve(encoder->layout_of(*image));
+        TransferRegion region = *source->reserve(*encoder->layout_of(*image));
         std::promise<absl::Status> end;
         const absl::Span<std::byte> memory(region.data(0), static_cast<size_t>(region.tensors()[0].bytes));
         ASSERT_TRUE(encoder->submit({image, {memory}, [&](const auto& done) { end.set_value(done.status()); }}).ok());
