@@ -87,6 +87,10 @@ class Bench:
         print("products of the CPU ...", flush=True)
         self.notes.append(self.run([self.build / "bench" / "linear_bench", self.threads]).rstrip())
 
+    def transfers(self):
+        print("transfers between processes ...", flush=True)
+        self.notes.append(self.run([self.build / "bench" / "transfer_bench"]).rstrip())
+
     def training(self, name, model, micro_batch, steps):
         print(f"{name} ...", flush=True)
         data = self.folder / "data"
@@ -201,6 +205,7 @@ def main():
             "0.5b engine 32": lambda: bench.batches("0.5B bf16, 32 clients", half, "bfloat16", 32, 96, 256, 64),
             "0.5b train": lambda: bench.training("0.5B bf16 training step", half, 2, 4),
             "cpu products": bench.products,
+            "transfers": bench.transfers,
             "easy-vqa": lambda: bench.generation("easy-VQA bf16, image", EXAMPLE, "bfloat16", 0, 32, IMAGE),
         }
         gpu = GpuBench(bench, args.gpu_python)

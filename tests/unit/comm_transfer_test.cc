@@ -160,9 +160,9 @@ TEST_P(TransferTest, ASourceThatHasGoneIsUnavailable) {
   auto view = sink->pull(handle, 10);
   ASSERT_TRUE(view.ok());
   source.reset();
+  EXPECT_TRUE(soon([&] { return sink->counters().mapped_bytes == 0; }));  // also when nobody asks for more
+  EXPECT_TRUE(has_bytes_of(*view, 5));                                    // what was pulled stays
   EXPECT_EQ(sink->pull(handle, 10).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_TRUE(has_bytes_of(*view, 5));  // what was pulled stays
-  EXPECT_TRUE(soon([&] { return sink->counters().mapped_bytes == 0; }));
 }
 
 // A fenced sink's later pulls are refused; with a new epoch it may begin again.

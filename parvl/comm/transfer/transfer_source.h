@@ -52,6 +52,7 @@ class TransferRegion {
   TransferRegion& operator=(TransferRegion&& other) noexcept;
   ~TransferRegion();
 
+  TransferId item() const { return item_; }
   const std::vector<TransferTensor>& tensors() const { return tensors_; }
   // Of the tensor with this place in `tensors`: `bytes` of them, at a multiple of 64. Holds anything at first.
   std::byte* data(size_t tensor) const { return base_ + tensors_[tensor].offset; }
