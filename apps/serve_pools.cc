@@ -60,7 +60,7 @@ absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::str
 absl::Status check_servable(const PlacementPlan& plan) {
   const std::string instead = "; --print-config shows what became of it";
   for (const PoolPlan& pool : plan.pools) {
-    if (pool.role != PoolRole::kLlm) {
+    if (pool.role != PoolRole::kLlm && pool.role != PoolRole::kEncode) {
       return absl::UnimplementedError(absl::StrCat("pool ", pool.name, ": serving with the role ",
                                                    std::string(kRoleNames[static_cast<size_t>(pool.role)]),
                                                    " is not available yet", instead));
@@ -83,10 +83,20 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
     if (devices[pool.name] == "cpu") on_cpu += pool.instances;
   }
   for (const PoolPlan& pool : pools.plan.pools) {
-    options.fleet.pools.push_back({.name = pool.name, .instances = pool.instances});
+    const auto holds = [&pool](ModuleName module) {
+      return std::any_of(pool.modules.begin(), pool.modules.end(),
+                         [&](const PlacedModule& placed) { return placed.module == module; });
+    };
+    options.fleet.pools.push_back({.name = pool.name,
+                                   .instances = pool.instances,
+                                   .encodes = holds(ModuleName::kVisionEncoder),
+                                   .generates = holds(ModuleName::kBackbone)});
     EngineOptions own = engine;
     own.load.device = devices[pool.name];
     own.load.memory_limit_bytes = memory_limit(pools, pool, on_cpu, engine.load.memory_limit_bytes);
+    for (const PlacedModule& placed : pool.modules) {
+      own.load.modules.emplace_back(kModuleNames[static_cast<size_t>(placed.module)]);
+    }
     options.engines.push_back(own);
     log_info("pool ", pool.name, ": ", pool.instances, pool.instances == 1 ? " instance" : " instances", " with ",
              modules_text(pool), " on ", pool.device, devices[pool.name] == "cpu" ? " (cpu)" : "");

@@ -23,16 +23,24 @@ absl::Status run(WorkerOptions& options, const Context& context) {
     std::fflush(nullptr);
     std::_Exit(1);
   };
-  return run_worker(options, [&](const std::string& dir, const EngineOptions& given) {
+  const std::string name = absl::StrCat("instance ", options.instance, ": ");
+  const auto startup =
+      std::make_shared<Startup>(context.clock, [name](const std::string& line) { log_info(name, line); });
+  // With the phases told as they pass.
+  const auto told = [&](const EngineOptions& given, auto load, const std::string& dir) {
     EngineOptions engine = given;
-    const std::string name = absl::StrCat("instance ", options.instance, ": ");
-    engine.load.startup =
-        std::make_shared<Startup>(context.clock, [name](const std::string& line) { log_info(name, line); });
-    const Heartbeat heartbeat(engine.load.startup);
-    auto loaded = load_engine(dir, engine, context.clock);
-    if (loaded.ok()) engine.load.startup->finish();
+    engine.load.startup = startup;
+    const Heartbeat heartbeat(startup);
+    auto loaded = load(dir, engine, context.clock);
+    if (loaded.ok()) startup->finish();
     return loaded;
-  });
+  };
+  WorkerLoaders loaders;
+  loaders.engine = [&](const std::string& dir, const EngineOptions& given) { return told(given, load_engine, dir); };
+  loaders.encoder = [&](const std::string& dir, const EngineOptions& given) {
+    return told(given, load_encode_engine, dir);
+  };
+  return run_worker(options, loaders, context.clock);
 }
 
 }  // namespace

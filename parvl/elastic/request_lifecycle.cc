@@ -152,6 +152,12 @@ std::vector<RequestAction> RequestLifecycle::handle(const RequestEvent& event) {
       if (!has_item || !is_current(items_[event.item], event, Where::kRunning)) return {};
       items_[event.item].where = Where::kNowhere;
       return absl::IsUnavailable(event.status) ? encode(event.item, event.status) : end(event.status);
+    case Kind::kOutputLost: {
+      if (!has_item || items_[event.item].where != Where::kThere) return {};
+      Item& item = items_[event.item];
+      item.where = Where::kNowhere;
+      return {{.kind = Do::kLetGo, .instance = item.instance, .item = event.item, .attempt = item.attempt}};
+    }
     case Kind::kGenerationPlaced:
       if (!is_current(generation_, event, Where::kAsked)) return {};
       generation_.where = Where::kRunning;

@@ -28,6 +28,7 @@ struct RequestEvent {
     kEncodingPlaced,    // the router chose `instance` for `item`
     kEncoded,           // the item's encoder output lies on `instance`
     kEncodingFailed,    // `status`; Unavailable: somebody else might do it
+    kOutputLost,        // the output of `item` is not where it was said to lie; before the failure of whoever needs it
     kGenerationPlaced,  // the router chose `instance` for this `attempt`
     kToken,             // the `index`-th of `choice`, from 0
     kFinished,          // `choice`, after its last token

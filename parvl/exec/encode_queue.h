@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "parvl/base/clock.h"
+#include "parvl/base/job_thread.h"
 #include "parvl/exec/encoded_source.h"
 #include "parvl/exec/encoder_graphs.h"
 #include "parvl/exec/engine_trace.h"
-#include "parvl/exec/job_thread.h"
 #include "parvl/exec/load.h"
 #include "parvl/media/image_processor.h"
 

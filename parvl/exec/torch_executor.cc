@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/base/job_thread.h"
 #include "parvl/exec/decode_graphs.h"
 #include "parvl/exec/encode_queue.h"
-#include "parvl/exec/job_thread.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/request_images.h"
 #include "parvl/exec/sampler.h"

@@ -10,15 +10,19 @@ namespace {
 
 constexpr int kSide = 28;  // pixels, of the image; the processor makes the smallest that it may of it
 
-// An image of one colour before a few tokens; text alone where the model takes no images, or has no room for one.
-absl::StatusOr<std::shared_ptr<const Prompt>> short_prompt(const Engine& engine) {
+absl::StatusOr<ProcessedImage> small_image(const ImageProcessor& processor) {
+  Image image;
+  image.width = image.height = kSide;
+  image.rgb.assign(size_t{3} * kSide * kSide, 127);
+  return processor.process(image);
+}
+
+// An image of one colour before a few tokens; text alone where it is not encoded here, or there is no room for it.
+absl::StatusOr<std::shared_ptr<const Prompt>> short_prompt(const Engine& engine, bool encodes) {
   auto prompt = std::make_shared<Prompt>();
   const int64_t room = engine.max_model_len() - 2;
-  if (engine.prompts().has_images()) {
-    Image image;
-    image.width = image.height = kSide;
-    image.rgb.assign(size_t{3} * kSide * kSide, 127);
-    PARVL_ASSIGN_OR_RETURN(ProcessedImage processed, engine.prompts().image_processor().process(image));
+  if (encodes && engine.prompts().has_images()) {
+    PARVL_ASSIGN_OR_RETURN(ProcessedImage processed, small_image(engine.prompts().image_processor()));
     const int64_t tokens = processed.num_tokens();
     if (tokens < room) {
       prompt->ids.assign(static_cast<size_t>(tokens), engine.prompts().image_token());
@@ -33,9 +37,9 @@ absl::StatusOr<std::shared_ptr<const Prompt>> short_prompt(const Engine& engine)
 
 }  // namespace
 
-absl::Status warm_up(Engine& engine) {
+absl::Status warm_up(Engine& engine, bool encodes) {
   EngineRequest request;
-  PARVL_ASSIGN_OR_RETURN(request.prompt, short_prompt(engine));
+  PARVL_ASSIGN_OR_RETURN(request.prompt, short_prompt(engine, encodes));
   request.sampling.max_tokens = 2;
   request.sampling.temperature = 0;
   request.sampling.ignore_eos = true;
@@ -44,6 +48,26 @@ absl::Status warm_up(Engine& engine) {
   request.on_end = [ended](const absl::StatusOr<GenerateResult>& result) { ended->set_value(result.status()); };
   engine.submit(std::move(request));
   return with_context(ended->get_future().get(), "the first generation");
+}
+
+absl::Status warm_up(EncodeEngine& engine, const std::string& model_dir) {
+  PARVL_ASSIGN_OR_RETURN(const ImageProcessor processor, ImageProcessor::load(model_dir));
+  PARVL_ASSIGN_OR_RETURN(ProcessedImage image, small_image(processor));
+  PARVL_ASSIGN_OR_RETURN(std::vector<TransferTensor> tensors, engine.layout_of(image));
+  PARVL_ASSIGN_OR_RETURN(const int64_t bytes, place_tensors(tensors));
+  // The places are aligned as the memory is.
+  const std::unique_ptr<std::byte[], void (*)(std::byte*)> memory(
+      new (std::align_val_t{64}) std::byte[static_cast<size_t>(bytes)],
+      [](std::byte* at) { ::operator delete[](at, std::align_val_t{64}); });
+  EncodeRequest request;
+  request.image = std::make_shared<const ProcessedImage>(std::move(image));
+  for (const TransferTensor& tensor : tensors) {
+    request.destination.emplace_back(memory.get() + tensor.offset, static_cast<size_t>(tensor.bytes));
+  }
+  auto ended = std::make_shared<std::promise<absl::Status>>();
+  request.on_done = [ended](const absl::StatusOr<EncodedImage>& result) { ended->set_value(result.status()); };
+  PARVL_RETURN_IF_ERROR(engine.submit(std::move(request)).status());
+  return with_context(ended->get_future().get(), "the first encoding");
 }
 
 }  // namespace parvl

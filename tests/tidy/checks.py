@@ -18,7 +18,7 @@ MAY_INCLUDE = {
     "models": ["nn"],
     "exec": ["models", "nn", "sched", "comm", "kernels", "media"],
     "train": ["models", "nn", "kernels", "comm", "plan", "media"],
-    "serve": ["sched", "elastic", "media", "exec/engine.h", "exec/encode_engine.h"],
+    "serve": ["sched", "elastic", "media", "comm/transfer", "exec/engine.h", "exec/engine_load.h", "exec/encode_engine.h"],
     "launch": ["comm", "elastic"],
 }
 # Where torch's headers may be included: (room, kind of file).

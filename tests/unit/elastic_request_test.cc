@@ -43,6 +43,17 @@ struct Driver {
   std::vector<Do> first;
 };
 
+TEST(Request, OutputThatCannotBeFetchedIsMadeAgain) {
+  Driver d({.items = 1});
+  d.encode_and_generate();
+  EXPECT_THAT(d.happens({.kind = Kind::kOutputLost}), ElementsAre(Do::kLetGo));
+  EXPECT_THAT(d.happens({.kind = Kind::kOutputLost}), IsEmpty()) << "once";
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = 1, .status = lost()}),
+              ElementsAre(Do::kPlaceEncoding));
+  EXPECT_THAT(d.happens({.kind = Kind::kEncodingPlaced, .instance = kC, .attempt = 2}), ElementsAre(Do::kEncode));
+  EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .attempt = 2}), ElementsAre(Do::kPlaceGeneration));
+}
+
 TEST(Request, TextIsGeneratedAtOnceAndEndsOnce) {
   Driver d({});
   EXPECT_THAT(d.first, ElementsAre(Do::kPlaceGeneration));

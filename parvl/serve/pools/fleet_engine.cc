@@ -24,6 +24,8 @@ void add(EngineStats& to, const EngineStats& more) {
   to.encoder_hits += more.encoder_hits;
   to.backbone_busy_s += more.backbone_busy_s;
   to.encoder_busy_s += more.encoder_busy_s;
+  to.fetched += more.fetched;
+  to.fetch_busy_s += more.fetch_busy_s;
   for (size_t i = 0; i < to.work.size(); ++i) {
     to.work[i].replayed += more.work[i].replayed;
     to.work[i].launched += more.work[i].launched;
@@ -37,6 +39,10 @@ void add_held(EngineStats& to, const EngineStats& more) {
   to.blocks += more.blocks;
   to.blocks_used += more.blocks_used;
   to.encoder_bytes_used += more.encoder_bytes_used;
+  to.free_kv_tokens += more.free_kv_tokens;
+  to.pending_tokens += more.pending_tokens;
+  to.encoder_bytes += more.encoder_bytes;
+  to.encoder_bytes_held += more.encoder_bytes_held;
 }
 
 }  // namespace
@@ -49,7 +55,9 @@ FleetEngine::FleetEngine(FleetOptions options, EngineFront front, std::unique_pt
       grammars_(std::make_unique<GrammarCompiler>(front_.prompts->tokenizer(), front_.end_tokens)),
       starter_(std::move(starter)),
       fleet_(options_.fleet),
-      links_(fleet_.instances().size()) {}
+      links_(fleet_.instances().size()) {
+  for (const FleetPool& pool : options_.fleet.pools) encodes_apart_ = encodes_apart_ || !pool.generates;
+}
 
 absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions options,
                                                                 std::unique_ptr<InstanceStarter> starter,
@@ -57,6 +65,13 @@ absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions opt
   PARVL_ASSIGN_OR_RETURN(EngineFront front, load_front(options.model_dir, options.engines.front().load));
   std::unique_ptr<FleetEngine> engine(new FleetEngine(std::move(options), std::move(front), std::move(starter), clock));
   FleetEngine* const self = engine.get();
+  TransferSourceOptions pixels;
+  pixels.name = "gateway";
+  pixels.epoch = 1;
+  pixels.token = engine->options_.token;
+  pixels.clock = &clock;
+  pixels.arena_bytes = engine->options_.pixel_bytes;
+  PARVL_ASSIGN_OR_RETURN(engine->pixels_, TransferSource::start(pixels));
   PARVL_ASSIGN_OR_RETURN(
       engine->server_,
       StreamServer::listen(
@@ -135,7 +150,7 @@ void FleetEngine::loop() {
 
 // So that other threads see a state that the decisions were made on.
 void FleetEngine::publish() {
-  Published next;
+  Snapshot next;
   next.stats = past_;
   for (const InstanceView& view : fleet_.instances()) {
     const Link& link = links_[static_cast<size_t>(view.id.value)];
@@ -171,7 +186,17 @@ RequestId FleetEngine::submit(EngineRequest request) {
   const auto tokens = static_cast<int64_t>(request.prompt->ids.size());
   const int64_t room = std::max<int64_t>(0, max_model_len() - tokens), most = request.sampling.max_tokens;
   what.needs = {tokens, tokens + (most < 0 ? room : std::min(most, room))};
-  auto live = std::make_shared<Live>(Live{std::move(request), {}, now()});
+  auto live = std::make_shared<Live>();
+  if (encodes_apart_) {
+    for (const auto& image : request.prompt->images) {
+      what.patches.push_back(image->num_patches());
+      what.item_key.push_back(image_hash(*image));
+    }
+    what.shape.items = what.patches.size();
+    live->items.resize(what.shape.items);
+  }
+  live->request = std::move(request);
+  live->arrival_s = now();
   live->result.prompt_tokens = tokens;
   RequestId id;
   {
@@ -193,6 +218,10 @@ void FleetEngine::drain(InstanceId id) {
   post([this, id] { act(fleet_.instance(id, {.kind = InstanceEvent::Kind::kDrain, .at_s = now()})); });
 }
 
+bool FleetEngine::stopping() const {
+  std::lock_guard lock(mutex_);
+  return stopping_;
+}
 int64_t FleetEngine::max_running() const {
   std::lock_guard lock(mutex_);
   return published_.capacity;
@@ -234,6 +263,18 @@ void FleetEngine::send(InstanceId id, wire::Command command) {
   if (link.stream.has_value()) server_->send(*link.stream, std::move(command));
 }
 
+// Nobody gives that process anything any more, wherever it still asks.
+void FleetEngine::fence(InstanceId id, int64_t epoch) {
+  pixels_->fence(absl::StrCat("instance-", id.value), epoch);
+  for (size_t i = 0; i < links_.size(); ++i) {
+    if (links_[i].stream == std::nullopt || static_cast<int64_t>(i) == id.value) continue;
+    wire::Command command;
+    command.mutable_fence()->set_instance(id.value);
+    command.mutable_fence()->set_epoch(epoch);
+    send(InstanceId{static_cast<int64_t>(i)}, std::move(command));
+  }
+}
+
 void FleetEngine::act(const Fleet::Actions& actions) {
   for (const FleetAction& action : actions) {
     if (const auto* order = std::get_if<InstanceOrder>(&action)) {
@@ -260,6 +301,8 @@ void FleetEngine::act(const InstanceOrder& order) {
     case Kind::kAssign:
       log_info(name, " (process ", link.pid, ") takes on its modules");
       command.mutable_assign()->set_model_dir(options_.model_dir);
+      command.mutable_assign()->set_encodes_alone(!pool.generates);
+      command.mutable_assign()->set_transfer_bytes(options_.feature_bytes);
       write_options(options_.engines[pool_index], *command.mutable_assign());
       return send(order.instance, std::move(command));
     case Kind::kWarm:
@@ -277,6 +320,7 @@ void FleetEngine::act(const InstanceOrder& order) {
         streams_.erase(*link.stream);
         server_->close(*link.stream);
       }
+      fence(order.instance, order.action.epoch);
       add(past_, std::exchange(link.counts, {}));
       link.stream.reset();
       const InstanceView view = fleet_.instances()[static_cast<size_t>(order.instance.value)];

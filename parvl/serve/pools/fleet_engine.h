@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "parvl/base/job_thread.h"
+#include "parvl/comm/transfer/transfer_source.h"
 #include "parvl/elastic/fleet.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/serve/pools/instance_starter.h"
@@ -21,8 +23,10 @@
 namespace parvl {
 
 class StreamServer;
+struct ImagePlace;
 namespace wire {  // proto/instance.proto, whose headers do not go together with libtorch's
 class Command;
+class Encoded;
 class Ended;
 class FromInstance;
 class Said;
@@ -32,8 +36,10 @@ class Token;
 struct FleetOptions {
   FleetSettings fleet;
   std::string model_dir;
-  std::vector<EngineOptions> engines;  // of the instances of each pool
-  std::string token;                   // of this run; whoever shows it is an instance
+  std::vector<EngineOptions> engines;        // of the instances of each pool
+  std::string token;                         // of this run; whoever shows it is an instance
+  int64_t pixel_bytes = int64_t{1} << 30;    // of memory in which images wait for their instances to fetch them
+  int64_t feature_bytes = int64_t{1} << 30;  // likewise encoder output, on each instance that encodes
 };
 
 // One instance as `parvl ctl status` shows it.
@@ -83,28 +89,38 @@ class FleetEngine : public Engine {
   void post(Task task);
   void publish();
   double now() const { return clock_.now_seconds(); }
+  bool stopping() const;
 
   void take(StreamId stream, const wire::FromInstance& message);
   void take_said(InstanceId id, int64_t epoch, const wire::Said& said);
   void take_token(InstanceId id, const wire::Token& token);
   void take_end(InstanceId id, const wire::Ended& ended);
+  void take_encoded(InstanceId id, const wire::Encoded& encoded);
   bool attach(StreamId stream, InstanceId id, const wire::FromInstance& message);
   void lost_stream(StreamId stream);
 
   void act(const Fleet::Actions& actions);
   void act(const InstanceOrder& order);
   void act(const RequestOrder& order);
+  void encode(const RequestOrder& order, Live& live);
   void generate(const RequestOrder& order, Live& live);
+  void send_generate(const RequestOrder& order, const Live& live, const std::vector<ImagePlace>& places);
+  void let_go(const RequestOrder& order);
+  using Published = std::function<void(const std::vector<TransferHandle>&, const absl::Status&)>;
+  void publish_images(std::vector<std::shared_ptr<const ProcessedImage>> images, Published then);
   void deliver(Live& live);
   void end(RequestId id, const absl::Status& status);
   void send(InstanceId id, wire::Command command);
+  void fence(InstanceId id, int64_t epoch);
 
   const FleetOptions options_;
   const EngineFront front_;
+  bool encodes_apart_ = false;  // images have instances of their own
   const Clock& clock_;
   std::unique_ptr<GrammarCompiler> grammars_;
   std::unique_ptr<InstanceStarter> starter_;
   std::unique_ptr<StreamServer> server_;
+  std::unique_ptr<TransferSource> pixels_;
 
   // The thread's.
   Fleet fleet_;
@@ -114,7 +130,7 @@ class FleetEngine : public Engine {
   std::optional<TokenEvent> token_;  // that is being delivered
   EngineStats past_;                 // of processes that are gone
 
-  struct Published {
+  struct Snapshot {
     std::vector<InstanceStatus> instances;
     EngineStats stats;
     absl::Status health = absl::UnavailableError("no instance has started yet"), accepts = health;
@@ -125,9 +141,10 @@ class FleetEngine : public Engine {
   std::deque<Task> tasks_;
   bool stopping_ = false;
   int64_t next_id_ = 1;
-  Published published_;
+  Snapshot published_;
   std::function<void()> capacity_changed_;
   std::thread thread_;
+  JobThread publisher_;  // copies pixels to where instances fetch them
 };
 
 }  // namespace parvl

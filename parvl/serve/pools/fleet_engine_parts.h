@@ -3,6 +3,8 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "parvl/serve/pools/fleet_engine.h"
 #include "parvl/serve/pools/stream_server.h"
@@ -15,6 +17,22 @@ struct FleetEngine::Live {
   GenerateResult result;
   double arrival_s = 0, first_token_s = 0;
   bool has_end = false;  // an attempt has told of its counts
+
+  // An image that is encoded by itself.
+  struct Item {
+    int attempt = 0;     // that is under way; 0: none
+    std::string output;  // where its encoder output lies; "": nowhere
+  };
+  std::vector<Item> items;
+  int generation = 0;  // the attempt that is under way; 0: none
+  // Pixels that wait to be fetched: by item of those, else of the generation.
+  std::vector<std::pair<std::optional<size_t>, TransferId>> pixels;
+  void drop_pixels(TransferSource& source, std::optional<size_t> of) {
+    std::erase_if(pixels, [&](const auto& there) { return there.first == of && (source.drop(there.second), true); });
+  }
+  void drop_all_pixels(TransferSource& source) {
+    for (const auto& [of, item] : std::exchange(pixels, {})) source.drop(item);
+  }
 };
 
 // What is known of an instance's process.

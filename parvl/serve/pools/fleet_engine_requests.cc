@@ -4,12 +4,14 @@
 
 #include "parvl/base/check.h"
 #include "parvl/serve/pools/fleet_engine_parts.h"
+#include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/pools/wire.h"
 
 namespace parvl {
 namespace {
 
-constexpr size_t kMessageSlack = 1 << 20;  // for what is sent beside one request
+constexpr double kRoom_s = 30;     // that pixels wait for memory which others' lie in
+constexpr double kBreath_s = 0.2;  // between two looks at whether anybody waits for them still
 
 }  // namespace
 
@@ -40,9 +42,7 @@ void FleetEngine::take(StreamId stream, const wire::FromInstance& message) {
   Link& link = links_[static_cast<size_t>(id.value)];
   if (message.has_counts()) {
     link.counts = read_stats(message.counts());
-    const int64_t blocks = std::max<int64_t>(1, link.counts.blocks);
-    const int64_t block = fleet_.instances()[static_cast<size_t>(id.value)].room.kv_tokens / blocks;
-    fleet_.report_free(id, message.epoch(), (link.counts.blocks - link.counts.blocks_used) * block);
+    fleet_.report_free(id, message.epoch(), link.counts.free_kv_tokens);
   }
   for (const wire::Said& said : message.said()) {
     if (link.stream != stream) return;  // what it said before has ended it
@@ -72,6 +72,8 @@ void FleetEngine::take_said(InstanceId id, int64_t epoch, const wire::Said& said
       return take_token(id, said.token());
     case wire::Said::kEnded:
       return take_end(id, said.ended());
+    case wire::Said::kEncoded:
+      return take_encoded(id, said.encoded());
     case wire::Said::kRefused:
       event.kind = Kind::kRefused;
       links_[static_cast<size_t>(id.value)].refusal = read_failure(said.refused());
@@ -98,7 +100,8 @@ void FleetEngine::lost_stream(StreamId stream) {
 void FleetEngine::take_token(InstanceId id, const wire::Token& token) {
   const RequestId request{token.request()};
   const auto found = live_.find(request);
-  if (found == live_.end()) return;  // it has ended
+  if (found == live_.end()) return;                    // it has ended
+  found->second->drop_pixels(*pixels_, std::nullopt);  // it has them
   token_ = read_token(token);
   const auto index = static_cast<int64_t>(found->second->result.token_ids.size());
   act(fleet_.request(request,
@@ -118,6 +121,10 @@ void FleetEngine::take_end(InstanceId id, const wire::Ended& ended) {
   result.encode_ms += ended.encode_ms();
   result.prefill_ms += ended.prefill_ms();
   result.overlap_ms += ended.overlap_ms();
+  result.fetch_ms += ended.fetch_ms();
+  for (const int32_t item : ended.not_fetched()) {
+    act(fleet_.request(request, {.kind = RequestEvent::Kind::kOutputLost, .item = static_cast<size_t>(item)}, now()));
+  }
   event.kind = event.status.ok() && result.finish != FinishReason::kNone ? RequestEvent::Kind::kFinished
                                                                          : RequestEvent::Kind::kGenerationFailed;
   // Nobody here had asked for its end: its engine was stopped.
@@ -134,6 +141,7 @@ void FleetEngine::act(const RequestOrder& order) {
     case Kind::kDeliver:
       return deliver(live);
     case Kind::kCancelGeneration: {
+      live.generation = 0;
       wire::Command command;
       command.mutable_cancel()->set_request(order.request.value);
       command.mutable_cancel()->set_attempt(order.action.attempt);
@@ -142,32 +150,129 @@ void FleetEngine::act(const RequestOrder& order) {
     case Kind::kEnd:
       return end(order.request, order.action.status);
     case Kind::kEncode:
-    case Kind::kLetGo:
+      return encode(order, live);
     case Kind::kCancelEncoding:
+      live.items[order.action.item].attempt = 0;
+      live.drop_pixels(*pixels_, order.action.item);
+      return let_go(order);
+    case Kind::kLetGo:
+      live.items[order.action.item].output.clear();
+      return let_go(order);
     case Kind::kPlaceEncoding:
     case Kind::kPlaceGeneration:
-      PARVL_CHECK(false, "a request without items of its own, or a place that nobody has chosen");
+      PARVL_CHECK(false, "a place that nobody has chosen");
   }
 }
 
+// Copies pixels to where the instance fetches them, on a thread that may wait for room; `then`, on the deciding one,
+// gets a handle for each unless there was no room in time.
+void FleetEngine::publish_images(std::vector<std::shared_ptr<const ProcessedImage>> images, Published then) {
+  publisher_.submit([this, images = std::move(images), then = std::move(then)]() mutable {
+    std::vector<TransferHandle> handles;
+    absl::Status status;
+    for (const auto& image : images) {
+      auto handle = publish_pixels(*pixels_, *image, kBreath_s);
+      for (double waited_s = kBreath_s; absl::IsResourceExhausted(handle.status()) && waited_s < kRoom_s && !stopping();
+           waited_s += kBreath_s) {
+        handle = publish_pixels(*pixels_, *image, kBreath_s);
+      }
+      status.Update(handle.status());
+      if (!status.ok()) break;
+      handles.push_back(*std::move(handle));
+    }
+    if (absl::IsResourceExhausted(status)) status = absl::UnavailableError("there was no room for its pixels in time");
+    post([then = std::move(then), handles = std::move(handles), status] { then(handles, status); });
+  });
+}
+
+void FleetEngine::encode(const RequestOrder& order, Live& live) {
+  const size_t item = order.action.item;
+  live.items[item] = {order.action.attempt, ""};
+  publish_images({live.request.prompt->images[item]}, [this, order, item](const auto& handles, const auto& status) {
+    const auto found = live_.find(order.request);
+    if (found == live_.end() || found->second->items[item].attempt != order.action.attempt) {
+      for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
+      return;
+    }
+    if (!status.ok()) {
+      return act(fleet_.request(order.request,
+                                {.kind = RequestEvent::Kind::kEncodingFailed,
+                                 .instance = order.action.instance,
+                                 .item = item,
+                                 .attempt = order.action.attempt,
+                                 .status = status},
+                                now()));
+    }
+    found->second->pixels.emplace_back(item, handles[0].item);
+    wire::Command command;
+    wire::Encode& message = *command.mutable_encode();
+    message.set_request(order.request.value);
+    message.set_item(static_cast<int32_t>(item));
+    message.set_attempt(order.action.attempt);
+    write_image(*found->second->request.prompt->images[item], {handles[0].encode(), ""}, *message.mutable_image());
+    send(order.action.instance, std::move(command));
+  });
+}
+
+void FleetEngine::let_go(const RequestOrder& order) {
+  wire::Command command;
+  command.mutable_let_go()->set_request(order.request.value);
+  command.mutable_let_go()->set_item(static_cast<int32_t>(order.action.item));
+  command.mutable_let_go()->set_attempt(order.action.attempt);
+  send(order.action.instance, std::move(command));
+}
+
+void FleetEngine::take_encoded(InstanceId id, const wire::Encoded& encoded) {
+  const RequestId request{encoded.request()};
+  const auto found = live_.find(request);
+  const auto index = static_cast<size_t>(encoded.item());
+  if (found == live_.end() || index >= found->second->items.size()) return;
+  Live::Item& item = found->second->items[index];
+  if (item.attempt != encoded.attempt()) return;  // it was called off, and the instance knows
+  found->second->drop_pixels(*pixels_, index);
+  RequestEvent event = {.instance = id, .item = index, .attempt = encoded.attempt()};
+  event.status = read_failure(encoded.failure());
+  event.kind = event.status.ok() ? RequestEvent::Kind::kEncoded : RequestEvent::Kind::kEncodingFailed;
+  item = {0, encoded.output()};
+  found->second->result.encode_ms += encoded.seconds() * 1e3;
+  act(fleet_.request(request, event, now()));
+}
+
 void FleetEngine::generate(const RequestOrder& order, Live& live) {
+  live.generation = order.action.attempt;
+  live.drop_pixels(*pixels_, std::nullopt);  // of an attempt before
+  const auto& images = live.request.prompt->images;
+  std::vector<ImagePlace> places;
+  for (const Live::Item& item : live.items) places.push_back({"", item.output});
+  if (!live.items.empty() || images.empty()) return send_generate(order, live, places);
+  publish_images(images, [this, order](const auto& handles, const auto& status) {
+    const auto found = live_.find(order.request);
+    if (found == live_.end() || found->second->generation != order.action.attempt) {
+      for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
+      return;
+    }
+    std::vector<ImagePlace> published;
+    for (const TransferHandle& handle : handles) {
+      found->second->pixels.emplace_back(std::nullopt, handle.item);
+      published.push_back({handle.encode(), ""});
+    }
+    if (status.ok()) return send_generate(order, *found->second, published);
+    act(fleet_.request(order.request,
+                       {.kind = RequestEvent::Kind::kGenerationFailed,
+                        .instance = order.action.instance,
+                        .attempt = order.action.attempt,
+                        .status = status},
+                       now()));
+  });
+}
+
+void FleetEngine::send_generate(const RequestOrder& order, const Live& live, const std::vector<ImagePlace>& places) {
   wire::Command command;
   wire::Generate& message = *command.mutable_generate();
   message.set_request(order.request.value);
   message.set_attempt(order.action.attempt);
-  write_request(live.request, message);
+  write_request(live.request, places, message);
   message.mutable_generated()->Add(live.result.token_ids.begin(), live.result.token_ids.end());
-  if (command.ByteSizeLong() + kMessageSlack > static_cast<size_t>(kMaxMessageBytes)) {
-    return post([this, order] {
-      act(fleet_.request(
-          order.request,
-          {.kind = RequestEvent::Kind::kGenerationFailed,
-           .instance = order.action.instance,
-           .attempt = order.action.attempt,
-           .status = invalid("the images of the request take more room than an instance is sent at once")},
-          now()));
-    });
-  }
   send(order.action.instance, std::move(command));
 }
 
@@ -189,7 +294,8 @@ void FleetEngine::deliver(Live& live) {
 
 void FleetEngine::end(RequestId id, const absl::Status& status) {
   const auto live = live_.extract(id);
-  const Live& ended = *live.mapped();
+  Live& ended = *live.mapped();
+  ended.drop_all_pixels(*pixels_);
   // A client that has left is no failure: finish kNone says that nobody waited for the rest.
   if (status.ok() || absl::IsCancelled(status)) {
     ended.request.on_end(ended.result);

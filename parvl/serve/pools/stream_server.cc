@@ -1,6 +1,7 @@
 #include "parvl/serve/pools/stream_server.h"
 
 #include <absl/container/flat_hash_map.h>
+#include <grpc/support/time.h>
 #include <grpcpp/grpcpp.h>
 #include <openssl/crypto.h>
 
@@ -36,7 +37,7 @@ class StreamServer::Impl final : public wire::Gateway::CallbackService {
       stopping_ = true;
     }
     if (server_ == nullptr) return;
-    server_->Shutdown(std::chrono::system_clock::now());  // cancels what still runs
+    server_->Shutdown(gpr_inf_past(GPR_CLOCK_REALTIME));  // cancels what still runs
     server_->Wait();
     std::unique_lock lock(mutex_);
     none_left_.wait(lock, [this] { return streams_.empty(); });

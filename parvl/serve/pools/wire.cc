@@ -1,50 +1,11 @@
 #include "parvl/serve/pools/wire.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <utility>
 
 namespace parvl {
 namespace {
-
-static_assert(std::endian::native == std::endian::little);  // patches go as they lie in memory
-
-void write_image(const ProcessedImage& image, wire::Image& out) {
-  out.set_grid_t(image.grid_t);
-  out.set_grid_h(image.grid_h);
-  out.set_grid_w(image.grid_w);
-  out.set_patch_floats(image.patch_floats);
-  out.set_merge_size(image.merge_size);
-  out.set_key(image.key.data(), image.key.size());
-  out.set_patches(image.patches.data(), image.patches.size() * sizeof(float));
-}
-
-absl::StatusOr<ProcessedImage> read_image(const wire::Image& message) {
-  constexpr int32_t kMost = 1 << 16;
-  ProcessedImage out;
-  for (const int32_t side : {message.grid_t(), message.grid_h(), message.grid_w(), message.patch_floats()}) {
-    if (side < 1 || side > kMost) return invalid("an image of the request has a side of ", side);
-  }
-  out.grid_t = message.grid_t();
-  out.grid_h = message.grid_h();
-  out.grid_w = message.grid_w();
-  out.patch_floats = message.patch_floats();
-  out.merge_size = message.merge_size();
-  if (out.merge_size < 1 || out.grid_h % out.merge_size != 0 || out.grid_w % out.merge_size != 0) {
-    return invalid("an image of the request cannot be merged by ", out.merge_size);
-  }
-  if (message.key().size() != out.key.size()) return invalid("an image of the request has a key of the wrong length");
-  std::memcpy(out.key.data(), message.key().data(), out.key.size());
-  const auto floats = static_cast<size_t>(out.num_patches()) * static_cast<size_t>(out.patch_floats);
-  if (message.patches().size() != floats * sizeof(float)) {
-    return invalid("an image of the request has ", message.patches().size(), " bytes of patches in place of ",
-                   floats * sizeof(float));
-  }
-  out.patches.resize(floats);
-  std::memcpy(out.patches.data(), message.patches().data(), message.patches().size());
-  return out;
-}
 
 void write_sampling(const SamplingParams& sampling, wire::Sampling& out) {
   out.set_temperature(sampling.temperature);
@@ -88,7 +49,37 @@ SamplingParams read_sampling(const wire::Sampling& message) {
 
 }  // namespace
 
-void write_request(const EngineRequest& request, wire::Generate& out) {
+void write_image(const ProcessedImage& image, const ImagePlace& place, wire::Image& out) {
+  out.set_grid_t(image.grid_t);
+  out.set_grid_h(image.grid_h);
+  out.set_grid_w(image.grid_w);
+  out.set_patch_floats(image.patch_floats);
+  out.set_merge_size(image.merge_size);
+  out.set_key(image.key.data(), image.key.size());
+  out.set_pixels_at(place.pixels);
+  out.set_output_at(place.output);
+}
+
+absl::StatusOr<ProcessedImage> read_image(const wire::Image& message) {
+  constexpr int32_t kMost = 1 << 16;
+  ProcessedImage out;
+  for (const int32_t side : {message.grid_t(), message.grid_h(), message.grid_w(), message.patch_floats()}) {
+    if (side < 1 || side > kMost) return invalid("an image of the request has a side of ", side);
+  }
+  out.grid_t = message.grid_t();
+  out.grid_h = message.grid_h();
+  out.grid_w = message.grid_w();
+  out.patch_floats = message.patch_floats();
+  out.merge_size = message.merge_size();
+  if (out.merge_size < 1 || out.grid_h % out.merge_size != 0 || out.grid_w % out.merge_size != 0) {
+    return invalid("an image of the request cannot be merged by ", out.merge_size);
+  }
+  if (message.key().size() != out.key.size()) return invalid("an image of the request has a key of the wrong length");
+  std::memcpy(out.key.data(), message.key().data(), out.key.size());
+  return out;
+}
+
+void write_request(const EngineRequest& request, const std::vector<ImagePlace>& places, wire::Generate& out) {
   const Prompt& prompt = *request.prompt;
   out.mutable_prompt()->Assign(prompt.ids.begin(), prompt.ids.end());
   for (const MediaSpan& span : prompt.media) {
@@ -97,7 +88,7 @@ void write_request(const EngineRequest& request, wire::Generate& out) {
     to.set_begin(span.begin);
     to.set_length(span.length);
   }
-  for (const auto& image : prompt.images) write_image(*image, *out.add_images());
+  for (size_t i = 0; i < prompt.images.size(); ++i) write_image(*prompt.images[i], places[i], *out.add_images());
   write_sampling(request.sampling, *out.mutable_sampling());
   out.mutable_generated()->Assign(request.generated.begin(), request.generated.end());
   if (request.grammar != nullptr) out.set_grammar(request.grammar->source());
@@ -168,6 +159,7 @@ void write_result(const absl::StatusOr<GenerateResult>& result, wire::Ended& out
   out.set_encode_ms(result->encode_ms);
   out.set_prefill_ms(result->prefill_ms);
   out.set_overlap_ms(result->overlap_ms);
+  out.set_fetch_ms(result->fetch_ms);
 }
 
 void write_failure(const absl::Status& status, wire::Failure& out) {
@@ -193,6 +185,12 @@ void write_stats(const EngineStats& stats, wire::Counts& out) {
   out.set_encoder_hits(stats.encoder_hits);
   out.set_backbone_busy_s(stats.backbone_busy_s);
   out.set_encoder_busy_s(stats.encoder_busy_s);
+  out.set_free_kv_tokens(stats.free_kv_tokens);
+  out.set_pending_tokens(stats.pending_tokens);
+  out.set_encoder_bytes(stats.encoder_bytes);
+  out.set_encoder_bytes_held(stats.encoder_bytes_held);
+  out.set_fetched(stats.fetched);
+  out.set_fetch_busy_s(stats.fetch_busy_s);
   for (const WorkCount& work : stats.work) {
     out.add_replayed(work.replayed);
     out.add_launched(work.launched);
@@ -214,6 +212,12 @@ EngineStats read_stats(const wire::Counts& message) {
   out.encoder_hits = message.encoder_hits();
   out.backbone_busy_s = message.backbone_busy_s();
   out.encoder_busy_s = message.encoder_busy_s();
+  out.free_kv_tokens = message.free_kv_tokens();
+  out.pending_tokens = message.pending_tokens();
+  out.encoder_bytes = message.encoder_bytes();
+  out.encoder_bytes_held = message.encoder_bytes_held();
+  out.fetched = message.fetched();
+  out.fetch_busy_s = message.fetch_busy_s();
   const int kinds = std::min({message.replayed_size(), message.launched_size(), static_cast<int>(out.work.size())});
   for (int i = 0; i < kinds; ++i) out.work[static_cast<size_t>(i)] = {message.replayed(i), message.launched(i)};
   return out;
@@ -231,6 +235,7 @@ void write_options(const EngineOptions& options, wire::Assign& out) {
   out.set_encoder_cache_bytes(options.encoder_cache_bytes);
   out.set_prefix_caching(options.prefix_caching);
   out.set_enforce_eager(options.enforce_eager);
+  for (const std::string& module : options.load.modules) out.add_modules(module);
 }
 
 EngineOptions read_options(const wire::Assign& message) {
@@ -246,6 +251,7 @@ EngineOptions read_options(const wire::Assign& message) {
   out.encoder_cache_bytes = message.encoder_cache_bytes();
   out.prefix_caching = message.prefix_caching();
   out.enforce_eager = message.enforce_eager();
+  out.load.modules.assign(message.modules().begin(), message.modules().end());
   return out;
 }
 

@@ -1,17 +1,31 @@
 // What crosses between the gateway and its instances, as messages of proto/instance.proto and back. Pure.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "parvl/base/status.h"
 #include "parvl/exec/engine_load.h"
-#include "parvl/exec/engine_request.h"
-#include "parvl/exec/engine_stats.h"
 #include "proto/instance.pb.h"
 
 namespace parvl {
 
-// All of a request but the callbacks, its track and its compiled grammar, of which the source goes along.
-void write_request(const EngineRequest& request, wire::Generate& out);
-// InvalidArgument for numbers that do not fit together. The grammar is the caller's to compile.
+// What says where an image's data lies, in place of the data: handles of transfers, encoded.
+struct ImagePlace {
+  std::string pixels;  // of the patches; or
+  std::string output;  // of the encoder's output
+};
+
+// All but the patches.
+void write_image(const ProcessedImage& image, const ImagePlace& place, wire::Image& out);
+// Without patches. InvalidArgument for numbers that do not fit together.
+absl::StatusOr<ProcessedImage> read_image(const wire::Image& message);
+
+// All of a request but the callbacks, its track and its compiled grammar, of which the source goes along. `places`: a
+// place for each image.
+void write_request(const EngineRequest& request, const std::vector<ImagePlace>& places, wire::Generate& out);
+// InvalidArgument for numbers that do not fit together. The images have no patches, and the grammar is the caller's to
+// compile.
 absl::StatusOr<EngineRequest> read_request(const wire::Generate& message);
 
 void write_token(const TokenEvent& event, wire::Token& out);

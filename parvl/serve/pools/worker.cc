@@ -1,8 +1,8 @@
 #include "parvl/serve/pools/worker.h"
 
-#include <absl/container/flat_hash_map.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -12,7 +12,8 @@
 #include <thread>
 #include <utility>
 
-#include "parvl/base/log.h"
+#include "parvl/serve/pools/encode_service.h"
+#include "parvl/serve/pools/generate_service.h"
 #include "parvl/serve/pools/stream_client.h"
 #include "parvl/serve/pools/wire.h"
 #include "parvl/serve/warm_up.h"
@@ -22,39 +23,25 @@ namespace {
 
 constexpr std::chrono::milliseconds kSignOfLife{500};
 
-// A request's try on this instance.
-struct Attempt {
-  int64_t request = 0;
-  int32_t attempt = 0;
-  friend bool operator==(const Attempt&, const Attempt&) = default;
-  template <typename H>
-  friend H AbslHashValue(H state, const Attempt& a) {
-    return H::combine(std::move(state), a.request, a.attempt);
-  }
-};
-
-wire::Said ended(const Attempt& of, const absl::StatusOr<GenerateResult>& result) {
-  wire::Said said;
-  said.mutable_ended()->set_request(of.request);
-  said.mutable_ended()->set_attempt(of.attempt);
-  write_result(result, *said.mutable_ended());
-  return said;
-}
-
 class Worker {
  public:
-  Worker(const WorkerOptions& options, const EngineLoader& load) : options_(options), load_(load) {}
+  Worker(const WorkerOptions& options, const WorkerLoaders& loaders, const Clock& clock)
+      : options_(options), loaders_(loaders), clock_(clock) {}
 
   absl::Status run() {
+    TransferSinkOptions sink;
+    sink.name = name();
+    sink.epoch = options_.epoch;
+    sink.token = options_.token;
+    sink.clock = &clock_;
+    PARVL_ASSIGN_OR_RETURN(sink_, TransferSink::start(sink));
     stream_ = StreamClient::attach(options_.gateway, options_.token, options_.instance, options_.epoch,
                                    {.message = [this](const wire::ToInstance& message) { take(message); },
                                     .closed = [this](const absl::Status& why) { close(why); }});
     wire::Said hello;
     hello.mutable_hello()->set_pid(::getpid());
-    stream_->add(std::move(hello));
-    stream_->flush();
+    say(std::move(hello));
     const std::jthread alive([this](const std::stop_token& stop) { show_life(stop); });
-    const std::jthread compiler([this](const std::stop_token& stop) { compile_grammars(stop); });
     for (;;) {
       std::deque<wire::Command> commands;
       {
@@ -63,27 +50,30 @@ class Worker {
         if (gone_.has_value()) return *gone_;
         commands.swap(commands_);
       }
-      for (wire::Command& command : commands) {
+      for (const wire::Command& command : commands) {
         if (command.release()) return absl::OkStatus();
-        if (command.has_assign()) PARVL_RETURN_IF_ERROR(take_on(command.assign()));
-        if (command.warm()) PARVL_RETURN_IF_ERROR(warm());
-        if (command.has_generate()) generate(command.generate());
-        if (command.has_cancel()) cancel({command.cancel().request(), command.cancel().attempt()});
+        PARVL_RETURN_IF_ERROR(obey(command));
       }
     }
   }
 
  private:
-  struct Live {
-    std::optional<RequestId> id;  // none while its grammar is compiled
-    std::stop_source stop;        // of that
-  };
-  struct Compilation {
-    Attempt of;
-    EngineRequest request;
-    std::string source;
-    std::stop_token stop;
-  };
+  std::string name() const { return absl::StrCat("instance-", options_.instance); }
+
+  absl::Status obey(const wire::Command& command) {
+    if (command.has_assign()) return or_refuse(take_on(command.assign()));
+    if (command.warm()) return or_refuse(warm());
+    if (generates_ != nullptr) {
+      if (command.has_generate()) generates_->generate(command.generate());
+      if (command.has_cancel()) generates_->cancel(command.cancel());
+    }
+    if (encodes_ != nullptr) {
+      if (command.has_encode()) encodes_->encode(command.encode());
+      if (command.has_let_go()) encodes_->let_go(command.let_go());
+      if (command.has_fence()) encodes_->fence(command.fence());
+    }
+    return absl::OkStatus();
+  }
 
   void take(const wire::ToInstance& message) {
     {
@@ -93,7 +83,7 @@ class Worker {
     changed_.notify_all();
   }
 
-  // A worker that nobody listens to must not go on: whatever it is in the middle of.
+  // A worker that nobody listens to must not go on, whatever it is in the middle of.
   void close(const absl::Status& why) {
     const absl::Status gone = absl::UnavailableError("the gateway is gone: " + std::string(why.message()));
     {
@@ -104,6 +94,11 @@ class Worker {
     if (options_.on_gone) options_.on_gone(gone);
   }
 
+  void say(wire::Said said) {
+    stream_->add(std::move(said));
+    stream_->flush();
+  }
+
   void show_life(const std::stop_token& stop) {
     std::mutex own;
     std::condition_variable_any never;
@@ -111,158 +106,117 @@ class Worker {
     while (!never.wait_for(lock, stop, kSignOfLife, [&] { return stop.stop_requested(); })) {
       wire::Said said;
       said.set_alive(true);
-      stream_->add(std::move(said));
-      stream_->flush();
+      say(std::move(said));
     }
   }
 
-  absl::Status refuse(const absl::Status& status) {
+  // The gateway, once it knows why, ends this process; it need not be told by an exit code.
+  absl::Status or_refuse(const absl::Status& status) {
+    if (status.ok()) return status;
     wire::Said said;
     write_failure(status, *said.mutable_refused());
-    stream_->add(std::move(said));
-    stream_->flush();
-    // The gateway, which now knows why, ends this process; it need not be told by an exit code.
+    say(std::move(said));
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return gone_.has_value(); });
     return status;
   }
 
-  absl::Status take_on(const wire::Assign& assign) {
-    EngineOptions options = read_options(assign);
-    options.hooks.on_submit = [this](int64_t tokens) {
+  EngineHooks hooks() {
+    EngineHooks out;
+    out.on_submit = [this](int64_t size) {
       wire::Said said;
-      said.mutable_step_began()->set_size(tokens);
+      said.mutable_step_began()->set_size(size);
       stream_->add(std::move(said));
     };
-    options.hooks.on_step = [this](const EngineStep& step) {
+    out.on_step = [this](const EngineStep& step) {
       wire::Said said;
       said.mutable_step_ended()->set_size(step.tokens);
       said.mutable_step_ended()->set_seconds(step.seconds);
       stream_->add(std::move(said));
     };
-    options.hooks.on_turn = [this] {
-      if (!counting_.load()) return stream_->flush();
-      wire::Counts counts;
-      write_stats(engine_->stats(), counts);
-      stream_->flush(counts);
-    };
-    auto engine = load_(assign.model_dir(), options);
-    if (!engine.ok()) return refuse(engine.status());
-    engine_ = *std::move(engine);
-    counting_ = true;
+    out.on_turn = [this] { tell_counts(); };
+    return out;
+  }
+
+  void tell_counts() {
+    wire::Counts counts;
+    if (!ready_) return stream_->flush();
+    if (generates_ != nullptr) write_stats(generates_->engine().stats(), counts);
+    if (encodes_ != nullptr) {
+      const EncodeStats stats = encodes_->engine().stats();
+      EngineStats as_engine;
+      as_engine.running = stats.images;
+      as_engine.encoder_busy_s = stats.busy_s;
+      as_engine.work[static_cast<size_t>(WorkKind::kEncode)] = stats.work;
+      write_stats(as_engine, counts);
+    }
+    stream_->flush(counts);
+  }
+
+  absl::Status take_on(const wire::Assign& assign) {
+    EngineOptions options = read_options(assign);
+    options.hooks = hooks();
+    model_dir_ = assign.model_dir();
     wire::Said said;
-    said.mutable_loaded()->set_max_running(engine_->max_running());
-    said.mutable_loaded()->set_kv_tokens(engine_->kv_tokens());
-    said.mutable_loaded()->set_device(engine_->device_name());
-    stream_->add(std::move(said));
-    stream_->flush();
+    wire::Loaded& loaded = *said.mutable_loaded();
+    if (assign.encodes_alone()) {
+      PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.encoder(assign.model_dir(), options));
+      TransferSourceOptions source;
+      source.name = name();
+      source.epoch = options_.epoch;
+      source.token = options_.token;
+      source.clock = &clock_;
+      source.arena_bytes = assign.transfer_bytes();
+      PARVL_ASSIGN_OR_RETURN(auto outputs, TransferSource::start(source));
+      loaded.set_max_running(engine->max_images());
+      loaded.set_device(engine->device_name());
+      encodes_ = std::make_unique<EncodeService>(std::move(engine), std::move(outputs), *sink_, *stream_);
+    } else {
+      PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.engine(assign.model_dir(), options));
+      loaded.set_max_running(engine->max_running());
+      loaded.set_kv_tokens(engine->kv_tokens());
+      loaded.set_device(engine->device_name());
+      const auto& modules = assign.modules();
+      holds_encoder_ = modules.empty() || std::find(modules.begin(), modules.end(), "vision_encoder") != modules.end();
+      generates_ = std::make_unique<GenerateService>(std::move(engine), *sink_, *stream_);
+    }
+    ready_ = true;
+    say(std::move(said));
     return absl::OkStatus();
   }
 
   absl::Status warm() {
-    if (const absl::Status status = warm_up(*engine_); !status.ok()) return refuse(status);
+    if (generates_ != nullptr) {
+      PARVL_RETURN_IF_ERROR(warm_up(generates_->engine(), holds_encoder_));
+    } else if (encodes_ != nullptr) {
+      PARVL_RETURN_IF_ERROR(warm_up(encodes_->engine(), model_dir_));
+    }
     wire::Said said;
     said.set_warmed(true);
-    stream_->add(std::move(said));
-    stream_->flush();
+    say(std::move(said));
     return absl::OkStatus();
   }
 
-  void fail(const Attempt& of, const absl::Status& status) {
-    stream_->add(ended(of, status));
-    stream_->flush();
-  }
-
-  void generate(const wire::Generate& message) {
-    const Attempt of{message.request(), message.attempt()};
-    if (engine_ == nullptr) return fail(of, absl::UnavailableError("the instance has no model"));
-    auto request = read_request(message);
-    if (!request.ok()) return fail(of, request.status());
-    tell_gateway(of, *request);
-    std::lock_guard lock(live_mutex_);
-    Live& live = live_[of];
-    if (message.grammar().empty()) {
-      live.id = engine_->submit(*std::move(request));
-      return;
-    }
-    {
-      std::lock_guard compiling(mutex_);
-      compilations_.push_back({of, *std::move(request), message.grammar(), live.stop.get_token()});
-    }
-    changed_.notify_all();
-  }
-
-  // Its last token and its end are one thing to say: nobody may take an answer for cut that was whole.
-  void tell_gateway(const Attempt& of, EngineRequest& request) {
-    auto last = std::make_shared<std::optional<wire::Said>>();
-    request.on_token = [this, of, last](const TokenEvent& event) {
-      wire::Said said;
-      said.mutable_token()->set_request(of.request);
-      said.mutable_token()->set_attempt(of.attempt);
-      write_token(event, *said.mutable_token());
-      if (event.finish == FinishReason::kNone) {
-        stream_->add(std::move(said));
-      } else {
-        *last = std::move(said);
-      }
-    };
-    request.on_end = [this, of, last](const absl::StatusOr<GenerateResult>& result) {
-      if (last->has_value()) {
-        stream_->add({**last, ended(of, result)});
-      } else {
-        stream_->add(ended(of, result));
-      }
-      std::lock_guard lock(live_mutex_);
-      live_.erase(of);
-    };
-  }
-
-  void cancel(const Attempt& of) {
-    std::lock_guard lock(live_mutex_);
-    const auto found = live_.find(of);
-    if (found == live_.end()) return;
-    found->second.stop.request_stop();
-    if (found->second.id.has_value()) engine_->cancel(*found->second.id);
-  }
-
-  // Seconds each, at worst: on a thread of its own, so that nobody else's command waits for it.
-  void compile_grammars(const std::stop_token& stop) {
-    for (;;) {
-      std::optional<Compilation> next;
-      {
-        std::unique_lock lock(mutex_);
-        if (!changed_.wait(lock, stop, [this] { return !compilations_.empty(); })) return;
-        next = std::move(compilations_.front());
-        compilations_.pop_front();
-      }
-      auto grammar = engine_->grammars().compile(next->source, next->stop);
-      std::lock_guard lock(live_mutex_);
-      if (next->stop.stop_requested() || !grammar.ok()) {
-        live_.erase(next->of);
-        fail(next->of, next->stop.stop_requested() ? absl::CancelledError("cancelled") : grammar.status());
-        continue;
-      }
-      next->request.grammar = *std::move(grammar);
-      live_[next->of].id = engine_->submit(std::move(next->request));
-    }
-  }
-
   const WorkerOptions& options_;
-  const EngineLoader& load_;
+  const WorkerLoaders& loaders_;
+  const Clock& clock_;
   std::mutex mutex_;
-  std::condition_variable_any changed_;
+  std::condition_variable changed_;
   std::deque<wire::Command> commands_;
-  std::deque<Compilation> compilations_;
   std::optional<absl::Status> gone_;
-  std::mutex live_mutex_;  // may be held while mutex_ is taken
-  absl::flat_hash_map<Attempt, Live> live_;
-  std::atomic<bool> counting_ = false;
+  std::atomic<bool> ready_ = false;  // one of the services is there
+  bool holds_encoder_ = false;
+  std::string model_dir_;
+  std::unique_ptr<TransferSink> sink_;
   std::unique_ptr<StreamClient> stream_;
-  std::unique_ptr<Engine> engine_;  // first to go: its callbacks use all of the above
+  std::unique_ptr<GenerateService> generates_;
+  std::unique_ptr<EncodeService> encodes_;
 };
 
 }  // namespace
 
-absl::Status run_worker(const WorkerOptions& options, const EngineLoader& load) { return Worker(options, load).run(); }
+absl::Status run_worker(const WorkerOptions& options, const WorkerLoaders& loaders, const Clock& clock) {
+  return Worker(options, loaders, clock).run();
+}
 
 }  // namespace parvl

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "parvl/base/clock.h"
 #include "parvl/base/status.h"
 #include "parvl/exec/engine_load.h"
 
@@ -20,11 +21,15 @@ struct WorkerOptions {
   std::function<void(const absl::Status&)> on_gone;
 };
 
-using EngineLoader =
-    std::function<absl::StatusOr<std::unique_ptr<Engine>>(const std::string& dir, const EngineOptions& options)>;
+// What loads the modules that it is assigned, from a model directory.
+struct WorkerLoaders {
+  std::function<absl::StatusOr<std::unique_ptr<Engine>>(const std::string& dir, const EngineOptions&)> engine;
+  std::function<absl::StatusOr<std::unique_ptr<EncodeEngine>>(const std::string& dir, const EngineOptions&)> encoder;
+};
 
 // OK once it was released; Unavailable when the gateway is gone. The loader's error when the modules cannot be loaded,
 // once the gateway, which was told, has ended the stream.
-absl::Status run_worker(const WorkerOptions& options, const EngineLoader& load);
+// `clock` must outlive it.
+absl::Status run_worker(const WorkerOptions& options, const WorkerLoaders& loaders, const Clock& clock);
 
 }  // namespace parvl

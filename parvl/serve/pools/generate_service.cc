@@ -1,0 +1,168 @@
+#include "parvl/serve/pools/generate_service.h"
+
+#include <atomic>
+
+#include "parvl/serve/pools/pixels.h"
+#include "parvl/serve/pools/wire.h"
+
+namespace parvl {
+namespace {
+
+constexpr double kPull_s = 10;  // for one image's pixels or features
+
+wire::Said ended(const std::pair<int64_t, int32_t>& of, const absl::StatusOr<GenerateResult>& result) {
+  wire::Said said;
+  said.mutable_ended()->set_request(of.first);
+  said.mutable_ended()->set_attempt(of.second);
+  write_result(result, *said.mutable_ended());
+  return said;
+}
+
+}  // namespace
+
+class GenerateService::Output : public EncodedSource {
+ public:
+  Output(TransferHandle handle, TransferSink& sink) : handle_(std::move(handle)), sink_(sink) {}
+
+  const std::vector<TransferTensor>& tensors() const override { return handle_.tensors; }
+  absl::Status fetch(absl::Span<const absl::Span<std::byte>> out) override {
+    const absl::Status status = sink_.pull_into(handle_, out, kPull_s).status();
+    if (!status.ok()) failed_ = true;
+    return status;
+  }
+  bool failed() const { return failed_; }
+
+ private:
+  const TransferHandle handle_;
+  TransferSink& sink_;
+  std::atomic<bool> failed_ = false;
+};
+
+GenerateService::GenerateService(std::unique_ptr<Engine> engine, TransferSink& sink, StreamClient& stream)
+    : sink_(sink), stream_(stream), engine_(std::move(engine)) {}
+
+GenerateService::~GenerateService() {
+  std::lock_guard lock(mutex_);
+  for (auto& [of, live] : live_) live.stop.request_stop();
+}
+
+void GenerateService::fail(const Attempt& of, const absl::Status& status) {
+  {
+    std::lock_guard lock(mutex_);
+    live_.erase(of);
+  }
+  stream_.add(ended(of, status));
+  stream_.flush();
+}
+
+absl::Status GenerateService::attach_outputs(const wire::Generate& message, EngineRequest& request) {
+  for (int i = 0; i < message.images_size(); ++i) {
+    if (message.images(i).output_at().empty()) continue;
+    PARVL_ASSIGN_OR_RETURN(TransferHandle handle, TransferHandle::decode(message.images(i).output_at()));
+    request.encoded.resize(static_cast<size_t>(message.images_size()));
+    request.encoded[static_cast<size_t>(i)] = std::make_shared<Output>(std::move(handle), sink_);
+  }
+  return absl::OkStatus();
+}
+
+void GenerateService::generate(const wire::Generate& message) {
+  Job job;
+  job.of = {message.request(), message.attempt()};
+  auto request = read_request(message);
+  if (!request.ok()) return fail(job.of, request.status());
+  if (const absl::Status status = attach_outputs(message, *request); !status.ok()) return fail(job.of, status);
+  tell_gateway(job.of, *request);
+  job.request = *std::move(request);
+  job.grammar = message.grammar();
+  for (const wire::Image& image : message.images()) job.pixels.push_back(image.pixels_at());
+  {
+    std::lock_guard lock(mutex_);
+    job.stop = live_[job.of].stop.get_token();
+  }
+  make_ready(std::move(job));
+}
+
+// Its last token and its end are one thing to say: nobody may take an answer for cut that was whole.
+void GenerateService::tell_gateway(const Attempt& of, EngineRequest& request) {
+  auto last = std::make_shared<std::optional<wire::Said>>();
+  request.on_token = [this, of, last](const TokenEvent& event) {
+    wire::Said said;
+    said.mutable_token()->set_request(of.first);
+    said.mutable_token()->set_attempt(of.second);
+    write_token(event, *said.mutable_token());
+    if (event.finish == FinishReason::kNone) {
+      stream_.add(std::move(said));
+    } else {
+      *last = std::move(said);
+    }
+  };
+  request.on_end = [this, of, last, outputs = request.encoded](const absl::StatusOr<GenerateResult>& result) {
+    wire::Said end = ended(of, result);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const auto* output = static_cast<const Output*>(outputs[i].get());
+      if (output != nullptr && output->failed()) end.mutable_ended()->add_not_fetched(static_cast<int32_t>(i));
+    }
+    if (last->has_value()) {
+      stream_.add({**last, end});
+    } else {
+      stream_.add(std::move(end));
+    }
+    std::lock_guard lock(mutex_);
+    live_.erase(of);
+  };
+}
+
+// First its pixels, then its grammar, then it goes to the engine.
+void GenerateService::make_ready(Job job) {
+  const bool fetches =
+      std::any_of(job.pixels.begin(), job.pixels.end(), [](const std::string& handle) { return !handle.empty(); });
+  if (fetches) return fetcher_.submit([this, job = std::move(job)]() mutable { fetch_pixels(std::move(job)); });
+  if (job.grammar.empty()) return start(std::move(job));
+  compiler_.submit([this, job = std::move(job)]() mutable { compile(std::move(job)); });
+}
+
+void GenerateService::fetch_pixels(Job job) {
+  auto prompt = std::make_shared<Prompt>(*job.request.prompt);
+  for (size_t i = 0; i < job.pixels.size(); ++i) {
+    if (job.pixels[i].empty()) continue;
+    if (job.stop.stop_requested()) return fail(job.of, absl::CancelledError("cancelled"));
+    auto image = std::make_shared<ProcessedImage>(*prompt->images[i]);
+    if (const absl::Status status = pull_pixels(sink_, job.pixels[i], kPull_s, *image); !status.ok()) {
+      return fail(job.of, absl::UnavailableError(absl::StrCat("image ", i + 1, " did not come: ", status.message())));
+    }
+    prompt->images[i] = std::move(image);
+  }
+  job.request.prompt = std::move(prompt);
+  job.pixels.clear();
+  make_ready(std::move(job));
+}
+
+void GenerateService::compile(Job job) {
+  auto grammar = engine_->grammars().compile(job.grammar, job.stop);
+  if (!grammar.ok()) return fail(job.of, grammar.status());
+  job.request.grammar = *std::move(grammar);
+  start(std::move(job));
+}
+
+void GenerateService::start(Job job) {
+  const Attempt of = job.of;
+  {
+    std::lock_guard lock(mutex_);
+    Live& live = live_[of];
+    if (!job.stop.stop_requested()) {
+      live.id = engine_->submit(std::move(job.request));
+      return;
+    }
+  }
+  fail(of, absl::CancelledError("cancelled"));
+}
+
+void GenerateService::cancel(const wire::Cancel& message) {
+  std::lock_guard lock(mutex_);
+  const auto found = live_.find(Attempt{message.request(), message.attempt()});
+  if (found == live_.end()) return;
+  found->second.stop.request_stop();
+  if (found->second.id.has_value()) engine_->cancel(*found->second.id);
+}
+
+}  // namespace parvl

@@ -1,0 +1,63 @@
+// What an instance with an llm_backbone does: requests from the gateway to its engine, and what comes of them back.
+#pragma once
+
+#include <absl/container/flat_hash_map.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stop_token>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "parvl/base/job_thread.h"
+#include "parvl/comm/transfer/transfer_sink.h"
+#include "parvl/exec/engine.h"
+#include "parvl/serve/pools/stream_client.h"
+
+namespace parvl {
+
+class GenerateService {
+ public:
+  // Sink and stream outlive it.
+  GenerateService(std::unique_ptr<Engine> engine, TransferSink& sink, StreamClient& stream);
+  ~GenerateService();  // ends all requests
+
+  Engine& engine() { return *engine_; }
+  // Both from one thread; they do not wait.
+  void generate(const wire::Generate& message);
+  void cancel(const wire::Cancel& message);
+
+ private:
+  using Attempt = std::pair<int64_t, int32_t>;  // of a request
+  struct Live {
+    std::optional<RequestId> id;  // none while it is made ready
+    std::stop_source stop;        // of that
+  };
+  class Output;  // an image's encoder output on another instance
+  struct Job {
+    Attempt of;
+    EngineRequest request;
+    std::string grammar;
+    std::vector<std::string> pixels;  // by image: where they lie; "": nowhere, or its output does
+    std::stop_token stop;
+  };
+
+  absl::Status attach_outputs(const wire::Generate& message, EngineRequest& request);
+  void tell_gateway(const Attempt& of, EngineRequest& request);
+  void make_ready(Job job);
+  void fetch_pixels(Job job);
+  void compile(Job job);
+  void start(Job job);
+  void fail(const Attempt& of, const absl::Status& status);
+
+  TransferSink& sink_;
+  StreamClient& stream_;
+  std::mutex mutex_;
+  absl::flat_hash_map<Attempt, Live> live_;
+  std::unique_ptr<Engine> engine_;
+  JobThread fetcher_, compiler_;  // seconds each, at worst: so that no other command waits for them
+};
+
+}  // namespace parvl
