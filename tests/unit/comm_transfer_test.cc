@@ -209,66 +209,6 @@ TEST_P(TransferTest, ManyThreadsPullAtOnce) {
 INSTANTIATE_TEST_SUITE_P(Lanes, TransferTest, testing::Values(TransferLane::kSharedMemory, TransferLane::kTcp),
                          [](const auto& lane) { return lane.param == TransferLane::kTcp ? "Tcp" : "SharedMemory"; });
 
-// The bound is the credit: a reader that keeps what it has makes `reserve` fail, and nothing grows.
-TEST(TransferBoundTest, FullMeansFullAndRoomIsTold) {
-  std::atomic<int> told{0};
-  TransferSourceOptions options = source_options();
-  options.arena_bytes = 8 << 20;
-  options.on_room = [&told] { ++told; };
-  const auto source = start_source(options);
-  const auto sink = start_sink(sink_options());
-  const TransferHandle first = publish(*source, one_tensor(4 << 20), 1);
-  const TransferHandle second = publish(*source, one_tensor(4 << 20), 2);
-  auto view = sink->pull(first, 10);
-  ASSERT_TRUE(view.ok());
-  source->drop(first.item);
-  const auto full = source->reserve(one_tensor(2));
-  EXPECT_EQ(full.status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(source->reserve(one_tensor(2), 0.02).status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(source->reserve(one_tensor((8 << 20) + 2)).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(source->counters().quarantined_bytes, 4 << 20);
-  EXPECT_EQ(told, 0);
-  std::thread reader([&view] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    view = TransferView();
-  });
-  auto region = source->reserve(one_tensor(4 << 20), 20);
-  reader.join();
-  EXPECT_TRUE(region.ok()) << region.status();
-  EXPECT_TRUE(soon([&] { return told == 1; }));
-  region = TransferRegion();  // not published: free again
-  EXPECT_EQ(source->counters().used_bytes, 4 << 20);
-  EXPECT_LE(source->counters().free_bytes, 4 << 20);
-}
-
-TEST(TransferBoundTest, ItemsAreCounted) {
-  TransferSourceOptions options = source_options();
-  options.max_items = 3;
-  const auto source = start_source(options);
-  std::vector<TransferHandle> handles;
-  for (uint64_t i = 0; i < 3; ++i) handles.push_back(publish(*source, one_tensor(8), i));
-  EXPECT_THAT(source->reserve(one_tensor(8)).status().message(), HasSubstr("all 3 items"));
-  EXPECT_TRUE(source->drop(handles[1].item));
-  EXPECT_TRUE(source->reserve(one_tensor(8)).ok());
-}
-
-// Sizes that change make free memory of old sizes go, not the bound.
-TEST(TransferBoundTest, FreeMemoryIsGivenBackForOtherSizes) {
-  TransferSourceOptions options = source_options();
-  options.arena_bytes = 4 << 20;
-  const auto source = start_source(options);
-  const auto sink = start_sink(sink_options());
-  for (uint64_t i = 0; i < 40; ++i) {
-    const TransferHandle handle = publish(*source, one_tensor(int64_t{64} << 10 << i % 6), i);
-    const auto view = sink->pull(handle, 10);
-    ASSERT_TRUE(view.ok()) << view.status();
-    EXPECT_TRUE(has_bytes_of(*view, i));
-    EXPECT_TRUE(source->drop(handle.item));
-    const TransferSourceCounters counts = source->counters();
-    EXPECT_LE(counts.used_bytes + counts.free_bytes, 4 << 20);
-  }
-}
-
 // What a stopped process's item becomes: it goes on to read what it had.
 TEST(TransferFenceTest, AFencedViewIsNeverWrittenAgain) {
   TransferSourceOptions options = source_options();
@@ -292,9 +232,10 @@ TEST(TransferFenceTest, AReaderThatKeepsDroppedMemoryIsCutOff) {
   options.patience_s = 0.05;
   const auto source = start_source(options);
   const auto sink = start_sink(sink_options());
-  const TransferHandle handle = publish(*source, one_tensor(1 << 20), 1, {.seconds = 0.02});
+  const TransferHandle handle = publish(*source, one_tensor(1 << 20), 1);
   const auto view = sink->pull(handle, 10);
   ASSERT_TRUE(view.ok());
+  EXPECT_TRUE(source->drop(handle.item));
   EXPECT_TRUE(soon([&] { return source->counters().given_up_bytes == 1 << 20; }));
   EXPECT_EQ(source->counters().fenced, 1);
   EXPECT_TRUE(soon([&] { return source->counters().connections == 0; }));
@@ -316,6 +257,31 @@ TEST(TransferLaneTest, OneHostIsSharedMemoryOthersAreTcp) {
   EXPECT_EQ(only->pull(handle, 10).status().code(), absl::StatusCode::kUnavailable);
   handle.tcp_address.clear();
   EXPECT_THAT(sink->pull(handle, 10).status().message(), HasSubstr("has no TCP lane"));
+}
+
+TEST(TransferOptionsTest, WrongOnesAreNamed) {
+  const auto start = [](const std::function<void(TransferSourceOptions&)>& change) {
+    TransferSourceOptions options = source_options();
+    change(options);
+    return std::string(TransferSource::start(options).status().message());
+  };
+  EXPECT_THAT(start([](auto& o) { o.token = "short"; }), HasSubstr("token has 16 to 256 bytes, not 5"));
+  EXPECT_THAT(start([](auto& o) { o.name = ""; }), HasSubstr("name has 1 to 64 bytes"));
+  EXPECT_THAT(start([](auto& o) { o.arena_bytes = 0; }), HasSubstr("limits"));
+  EXPECT_THAT(start([](auto& o) { o.tcp_listen = "somewhere:80"; }), HasSubstr("no numeric address"));
+  EXPECT_THAT(start([](auto& o) { o.tcp_listen = "0.0.0.0:0"; }), HasSubstr("tcp_host"));
+  EXPECT_EQ(start([](auto& o) { o.tcp_listen = ""; }), "");
+}
+
+TEST(TransferLaneTest, ASourceOnAllAddressesSaysWhichOneToUse) {
+  TransferSourceOptions options = source_options();
+  options.tcp_listen = "0.0.0.0:0";
+  options.tcp_host = "127.0.0.1";
+  const auto source = start_source(options);
+  const auto sink = start_sink(sink_options(TransferLane::kTcp));
+  const TransferHandle handle = publish(*source, features(10), 1);
+  EXPECT_THAT(handle.tcp_address, testing::StartsWith("127.0.0.1:"));
+  EXPECT_TRUE(sink->pull(handle, 10).ok());
 }
 
 // One host, but the socket is not reached: TCP, which is told and counted; not where shared memory is demanded.

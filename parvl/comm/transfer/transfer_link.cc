@@ -13,10 +13,8 @@
 namespace parvl {
 namespace {
 
-constexpr size_t kMaxIdle = 4;                 // connections to a source that nobody uses
-constexpr int64_t kMaxHolds = 96;              // through one connection; a source allows 128
-constexpr int64_t kForgetNs = 30'000'000'000;  // a mapping that was not used for so long
-constexpr int kLookMs = 10'000;                // between two looks for those
+constexpr size_t kMaxIdle = 4;     // connections to a source that nobody uses
+constexpr int64_t kMaxHolds = 96;  // through one connection; a source allows 128
 constexpr int64_t kWake = 0;
 
 absl::Status gone(int error) {
@@ -128,7 +126,7 @@ void TransferPeers::watch() {
     {
       std::lock_guard lock(mutex_);
       if (stopping_) return;
-      wait_ms = has_mappings() ? kLookMs : -1;
+      wait_ms = has_mappings() ? deadline_after(*options.clock, options.forget_s / 2).left_ms() : -1;
     }
     const int count = ::epoll_wait(epoll_.get(), events, 16, wait_ms);
     std::lock_guard lock(mutex_);
@@ -160,10 +158,30 @@ void TransferPeers::forget_dead() {
 }
 
 void TransferPeers::forget_unused(int64_t now_ns) {
+  const auto forget_ns = static_cast<int64_t>(options.forget_s * 1e9);
   for (auto& [key, peer] : peers_) {
-    std::erase_if(peer.mappings, [now_ns](const auto& entry) {
-      return entry.second.memory.use_count() == 1 && now_ns - entry.second.used_ns >= kForgetNs;
+    std::erase_if(peer.mappings, [&](const auto& entry) {
+      return entry.second.memory.use_count() == 1 && now_ns - entry.second.used_ns >= forget_ns;
     });
+  }
+}
+
+// The one that was used longest ago goes first.
+void TransferPeers::forget_beyond_limit() {
+  for (;;) {
+    int64_t bytes = 0, oldest_ns = 0, slab = 0;
+    Peer* from = nullptr;
+    for (auto& [key, peer] : peers_) {
+      for (const auto& [number, mapping] : peer.mappings) {
+        bytes += mapping.memory->bytes();
+        if (mapping.memory.use_count() > 1 || (from != nullptr && mapping.used_ns >= oldest_ns)) continue;
+        from = &peer;
+        oldest_ns = mapping.used_ns;
+        slab = number;
+      }
+    }
+    if (bytes <= options.max_mapped_bytes || from == nullptr) return;
+    from->mappings.erase(slab);
   }
 }
 
@@ -248,6 +266,7 @@ void TransferPeers::keep_mapping(const Key& key, int64_t slab, std::shared_ptr<S
   if (peer == peers_.end()) return;  // its source has gone meanwhile
   const bool was_bare = !has_mappings();
   peer->second.mappings[slab] = {std::move(mapping), now_ns};
+  forget_beyond_limit();
   if (was_bare) wake();
 }
 

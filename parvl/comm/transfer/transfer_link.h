@@ -99,6 +99,7 @@ class TransferPeers {
   // With the mutex.
   void forget_dead();
   void forget_unused(int64_t now_ns);
+  void forget_beyond_limit();
   bool has_mappings() const;
 
   mutable std::mutex mutex_;

@@ -179,7 +179,7 @@ TransferSink::~TransferSink() = default;
 absl::StatusOr<std::unique_ptr<TransferSink>> TransferSink::start(const TransferSinkOptions& options) {
   PARVL_CHECK(options.clock != nullptr, "a transfer sink needs a clock");
   if (options.name.empty() || options.token.empty()) return invalid("a transfer sink needs a name and a token");
-  if (options.credit_bytes < 1 || options.max_bytes < 1 || options.silence_s <= 0) {
+  if (options.credit_bytes < 1 || options.max_bytes < 1 || options.silence_s <= 0 || options.forget_s <= 0) {
     return invalid("the limits of the transfer sink ", options.name, " must be above 0");
   }
   auto peers = std::make_shared<TransferPeers>(options);

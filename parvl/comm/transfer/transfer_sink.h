@@ -28,6 +28,10 @@ struct TransferSinkOptions {
   int64_t credit_bytes = int64_t{8} << 20;  // that a source may send over TCP before they are taken out
   double silence_s = 10;                    // a source that says nothing for so long is taken for gone
   int64_t max_bytes = int64_t{4} << 30;     // of an item that `pull` takes over TCP, into memory of its own
+  // Mappings of sources' memory are kept for the next items in it: so many bytes (views count, but are never cut), and
+  // so long after the last use. They cost address space, and memory only where the source has forgotten it.
+  int64_t max_mapped_bytes = int64_t{4} << 30;
+  double forget_s = 30;
 };
 
 // One item's tensors, to read. Shared memory: the source's own, which it keeps as it is until this is destroyed (so do

@@ -27,6 +27,11 @@ absl::Status check(const TransferSourceOptions& options) {
       options.max_connections < 1 || options.max_credit_bytes < 1 || options.silence_s <= 0) {
     return invalid("the limits of the transfer source ", options.name, " must be above 0");
   }
+  const std::string host = options.tcp_listen.substr(0, options.tcp_listen.rfind(':'));
+  if (options.tcp_host.empty() && (host == "0.0.0.0" || host == "[::]")) {
+    return invalid("the transfer source ", options.name, " listens at ", host,
+                   ", which others cannot reach: tcp_host must say by which address they can");
+  }
   return absl::OkStatus();
 }
 
