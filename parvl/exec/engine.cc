@@ -39,6 +39,14 @@ struct EngineLoop::Live {
   bool started_told = false;                            // to the trace
 };
 
+std::vector<std::pair<std::string, std::string>> Engine::places() const {
+  std::vector<std::pair<std::string, std::string>> out = {{"llm_backbone", device_name()}};
+  if (!prompts().has_images()) return out;
+  out.emplace_back("vision_encoder", device_name());
+  out.emplace_back("projector", device_name());
+  return out;
+}
+
 EngineLoop::EngineLoop(EngineConfig config, std::unique_ptr<ModelExecutor> executor, const Clock& clock)
     : config_(std::move(config)),
       grammars_(config_.prompts->tokenizer(), config_.end_tokens),

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "parvl/base/clock.h"
@@ -50,6 +51,8 @@ class Engine {
   // Defaults of generation_config.json over OpenAI's; the caller overwrites what the request names.
   virtual SamplingParams default_sampling() const = 0;
   virtual std::string device_name() const = 0;
+  // Which module runs where.
+  virtual std::vector<std::pair<std::string, std::string>> places() const;
   virtual GrammarCompiler& grammars() = 0;  // of the model's tokenizer; any thread
 
   // Any thread. What can never run ends with InvalidArgument: too long a prompt, or an answer that had ended already.

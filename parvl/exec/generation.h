@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "parvl/sched/sampling.h"
@@ -29,7 +30,9 @@ struct GenerateResult {
   double prefill_ms = 0;      // from the start of the first step that holds a part of it to the first token
   double overlap_ms = 0;      // of encode_ms, what passed within prefill_ms
   double ttft_ms = 0;         // from the call to the first token
-  double tpot_ms = 0;         // mean time a token after the first; 0 with fewer than two tokens
+  // Which module ran where, when there is a choice.
+  std::vector<std::pair<std::string, std::string>> ran_on;
+  double tpot_ms = 0;  // mean time a token after the first; 0 with fewer than two tokens
 };
 
 }  // namespace parvl

@@ -231,11 +231,8 @@ asio::awaitable<void> Gateway::reply_profile(HttpConnection& connection, bool st
 
 Json Gateway::model_card(const std::string& name) const {
   const Engine& engine = *model_->engine;
-  Json modules = {{"llm_backbone", engine.device_name()}};
-  if (engine.prompts().has_images()) {
-    modules["vision_encoder"] = engine.device_name();
-    modules["projector"] = engine.device_name();
-  }
+  Json modules = Json::object();
+  for (const auto& [module, where] : engine.places()) modules[module] = where;
   return {{"id", name},
           {"object", "model"},
           {"created", created_},

@@ -12,10 +12,12 @@ namespace {
 constexpr float kLowestLogprob = -9999.0f;
 
 Json usage_json(const Usage& usage) {
-  return {{"prompt_tokens", usage.prompt_tokens},
-          {"completion_tokens", usage.completion_tokens},
-          {"total_tokens", usage.prompt_tokens + usage.completion_tokens},
-          {"prompt_tokens_details", {{"cached_tokens", usage.cached_tokens}}}};
+  Json json = {{"prompt_tokens", usage.prompt_tokens},
+               {"completion_tokens", usage.completion_tokens},
+               {"total_tokens", usage.prompt_tokens + usage.completion_tokens},
+               {"prompt_tokens_details", {{"cached_tokens", usage.cached_tokens}}}};
+  for (const auto& [module, where] : usage.ran_on) json["ran_on"][module] = where;
+  return json;
 }
 
 std::string token_text(TokenId id, const Tokenizer& tokenizer) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "parvl/base/json.h"
@@ -16,6 +17,7 @@ struct Usage {
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;  // of the prompt's
   int64_t completion_tokens = 0;
+  std::vector<std::pair<std::string, std::string>> ran_on = {};  // module, where; told when there is a choice
 };
 
 // A call of a tool in an answer.

@@ -12,6 +12,7 @@
 #include "parvl/serve/gateway.h"
 #include "parvl/serve/media_fetch.h"
 #include "parvl/serve/patience.h"
+#include "parvl/serve/request_row.h"
 #include "parvl/serve/running_jobs.h"
 
 namespace parvl {
@@ -27,10 +28,11 @@ struct Deltas {
   RequestTimer timer;
   const size_t n;  // choices a prompt
   std::deque<Delta> waiting;
-  size_t running = 0;         // generations that have not ended
-  absl::Status failure;       // of the first one that failed
-  int64_t cached_tokens = 0;  // of the prompts
-  double last_s = 0;          // when the last token that was taken came out of the engine
+  size_t running = 0;                                            // generations that have not ended
+  absl::Status failure;                                          // of the first one that failed
+  int64_t cached_tokens = 0;                                     // of the prompts
+  std::vector<std::pair<std::string, std::string>> ran_on = {};  // of the first choice
+  double last_s = 0;  // when the last token that was taken came out of the engine
 
   void came(Delta delta, int64_t prompt_tokens) {
     timer.token(delta.choice, prompt_tokens, delta.at_s);
@@ -44,42 +46,9 @@ struct Deltas {
     if (failure.ok()) failure = result.status();
     const bool first = choice % n == 0;  // of its prompt; the others find what this one computed, which is no news
     if (result.ok() && first) cached_tokens += result->cached_tokens;
+    if (result.ok() && choice == 0) ran_on = result->ran_on;
     wakeup->notify();
   }
-};
-
-// The row of one request in the timeline, from its arrival to its end.
-class RequestRow {
- public:
-  RequestRow(const Gateway& gateway, const HttpConnection& connection)
-      : timeline_(gateway.options().timeline.get()), clock_(gateway.clock()), connection_(connection) {
-    if (timeline_ == nullptr) return;
-    track_ = timeline_->new_track();
-    timeline_->begin(track_, connection.request_id(), connection.received_s(), connection.log_fields());
-  }
-  ~RequestRow() {
-    if (timeline_ == nullptr) return;
-    timeline_->end(track_, connection_.request_id(), clock_.now_seconds(),
-                   {{"status", int64_t{connection_.replied_status()}}});
-  }
-  RequestRow(const RequestRow&) = delete;
-  RequestRow& operator=(const RequestRow&) = delete;
-
-  Timeline* timeline() const { return timeline_; }
-  TrackId track() const { return track_; }
-  // A row of its own for each generation but the first: they run side by side.
-  TrackId of_choice(size_t choice) const {
-    if (timeline_ == nullptr || choice == 0) return track_;
-    const TrackId track = timeline_->new_track();
-    timeline_->mark(track, absl::StrCat(connection_.request_id(), " choice ", choice), clock_.now_seconds());
-    return track;
-  }
-
- private:
-  Timeline* timeline_;
-  const Clock& clock_;
-  const HttpConnection& connection_;
-  TrackId track_;
 };
 
 // One generation of `job`, for the next choice.
@@ -209,6 +178,14 @@ asio::awaitable<void> take_all(Deltas& deltas, Answer& answer, HttpConnection& c
 void log_failure(const HttpConnection& connection, const absl::Status& failure) {
   if (http_status_of(failure) < 500) return;
   log_line(LogLevel::kWarning, absl::StrCat("a request failed: ", failure.message()), connection.log_fields());
+}
+
+void log_places(const Gateway& gateway, const HttpConnection& connection,
+                const std::vector<std::pair<std::string, std::string>>& ran_on) {
+  if (!gateway.options().log_requests || ran_on.empty()) return;
+  LogFields fields = connection.log_fields();
+  for (const auto& [module, where] : ran_on) fields.emplace_back(module, where);
+  log_line(LogLevel::kInfo, "generated", fields);
 }
 
 std::string queue_full(const Gateway& gateway, QueueKind kind) {
@@ -383,6 +360,8 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   }
   if (deltas->running > 0 || !deltas->waiting.empty()) co_return co_await answer.fail(patience.why());
   usage.cached_tokens = deltas->cached_tokens;
+  usage.ran_on = deltas->ran_on;
+  log_places(gateway, connection, usage.ran_on);
   co_await answer.finish(usage);
   deltas->timer.answered(deltas->last_s);
 }

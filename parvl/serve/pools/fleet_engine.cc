@@ -250,6 +250,17 @@ std::vector<InstanceStatus> FleetEngine::instances() const {
   std::lock_guard lock(mutex_);
   return published_.instances;
 }
+std::vector<std::pair<std::string, std::string>> FleetEngine::places() const {
+  std::vector<std::pair<std::string, std::string>> out;
+  for (size_t pool = 0; pool < options_.fleet.pools.size(); ++pool) {
+    for (const std::string& module : options_.engines[pool].load.modules) {
+      const FleetPool& of = options_.fleet.pools[pool];
+      out.emplace_back(module, absl::StrCat(of.name, " (", of.instances, of.instances == 1 ? " instance" : " instances",
+                                            " on ", options_.engines[pool].load.device, ")"));
+    }
+  }
+  return out;
+}
 std::string FleetEngine::device_name() const {
   std::lock_guard lock(mutex_);
   for (const InstanceStatus& instance : published_.instances) {

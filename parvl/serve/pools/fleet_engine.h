@@ -18,6 +18,7 @@
 #include "parvl/elastic/fleet.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/serve/pools/instance_starter.h"
+#include "parvl/serve/pools/instance_status.h"
 #include "parvl/serve/pools/stream_id.h"
 
 namespace parvl {
@@ -42,14 +43,6 @@ struct FleetOptions {
   int64_t feature_bytes = int64_t{1} << 30;  // likewise encoder output, on each instance that encodes
 };
 
-// One instance as `parvl ctl status` shows it.
-struct InstanceStatus : InstanceView {
-  int64_t pid = 0;  // 0: none yet
-  std::string device;
-  int64_t waiting = 0;   // of its engine
-  absl::Status refusal;  // why it would not take on its modules, when it would not
-};
-
 class FleetEngine : public Engine {
  public:
   // Starts every instance and blocks until all are ready. The error of one that refuses its modules, or whose process
@@ -65,6 +58,7 @@ class FleetEngine : public Engine {
   int64_t kv_tokens() const override;    // likewise
   SamplingParams default_sampling() const override { return front_.sampling; }
   std::string device_name() const override;
+  std::vector<std::pair<std::string, std::string>> places() const override;  // as pools and instances
   GrammarCompiler& grammars() override { return *grammars_; }
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
@@ -109,6 +103,7 @@ class FleetEngine : public Engine {
   using Published = std::function<void(const std::vector<TransferHandle>&, const absl::Status&)>;
   void publish_images(std::vector<std::shared_ptr<const ProcessedImage>> images, Published then);
   void deliver(Live& live);
+  const std::string& pool_name(InstanceId id) const;
   void end(RequestId id, const absl::Status& status);
   void send(InstanceId id, wire::Command command);
   void fence(InstanceId id, int64_t epoch);

@@ -24,7 +24,8 @@ struct FleetEngine::Live {
     std::string output;  // where its encoder output lies; "": nowhere
   };
   std::vector<Item> items;
-  int generation = 0;  // the attempt that is under way; 0: none
+  std::vector<InstanceId> encoded_on, generated_on;  // each once, in order
+  int generation = 0;                                // the attempt that is under way; 0: none
   // Pixels that wait to be fetched: by item of those, else of the generation.
   std::vector<std::pair<std::optional<size_t>, TransferId>> pixels;
   void drop_pixels(TransferSource& source, std::optional<size_t> of) {
@@ -43,5 +44,8 @@ struct FleetEngine::Link {
   EngineStats counts;
   absl::Status refusal;  // why it would not take on its modules, when it would not
 };
+
+// "instance 2, then 3 of llm-pool"
+std::string places_text(const std::vector<InstanceId>& instances, const std::string& pool);
 
 }  // namespace parvl

@@ -1,4 +1,6 @@
 // What instances say, and what becomes of the requests that it is about.
+#include <absl/strings/str_cat.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -13,7 +15,17 @@ namespace {
 constexpr double kRoom_s = 30;     // that pixels wait for memory which others' lie in
 constexpr double kBreath_s = 0.2;  // between two looks at whether anybody waits for them still
 
+void note(std::vector<InstanceId>& instances, InstanceId one) {
+  if (std::find(instances.begin(), instances.end(), one) == instances.end()) instances.push_back(one);
+}
+
 }  // namespace
+
+std::string places_text(const std::vector<InstanceId>& instances, const std::string& pool) {
+  std::string out = "instance ";
+  for (size_t i = 0; i < instances.size(); ++i) absl::StrAppend(&out, i == 0 ? "" : ", then ", instances[i].value);
+  return out + " of " + pool;
+}
 
 // Its first words. One that was started before the last failure, or that nobody started, is turned away.
 bool FleetEngine::attach(StreamId stream, InstanceId id, const wire::FromInstance& message) {
@@ -188,6 +200,7 @@ void FleetEngine::publish_images(std::vector<std::shared_ptr<const ProcessedImag
 void FleetEngine::encode(const RequestOrder& order, Live& live) {
   const size_t item = order.action.item;
   live.items[item] = {order.action.attempt, ""};
+  note(live.encoded_on, order.action.instance);
   publish_images({live.request.prompt->images[item]}, [this, order, item](const auto& handles, const auto& status) {
     const auto found = live_.find(order.request);
     if (found == live_.end() || found->second->items[item].attempt != order.action.attempt) {
@@ -240,6 +253,7 @@ void FleetEngine::take_encoded(InstanceId id, const wire::Encoded& encoded) {
 
 void FleetEngine::generate(const RequestOrder& order, Live& live) {
   live.generation = order.action.attempt;
+  note(live.generated_on, order.action.instance);
   live.drop_pixels(*pixels_, std::nullopt);  // of an attempt before
   const auto& images = live.request.prompt->images;
   std::vector<ImagePlace> places;
@@ -292,10 +306,18 @@ void FleetEngine::deliver(Live& live) {
   live.request.on_token(*token_);
 }
 
+const std::string& FleetEngine::pool_name(InstanceId id) const {
+  return options_.fleet.pools[fleet_.instances()[static_cast<size_t>(id.value)].pool].name;
+}
+
 void FleetEngine::end(RequestId id, const absl::Status& status) {
   const auto live = live_.extract(id);
   Live& ended = *live.mapped();
   ended.drop_all_pixels(*pixels_);
+  for (const auto& [module, on] :
+       {std::pair("vision_encoder", &ended.encoded_on), std::pair("llm_backbone", &ended.generated_on)}) {
+    if (!on->empty()) ended.result.ran_on.emplace_back(module, places_text(*on, pool_name(on->front())));
+  }
   // A client that has left is no failure: finish kNone says that nobody waited for the rest.
   if (status.ok() || absl::IsCancelled(status)) {
     ended.request.on_end(ended.result);

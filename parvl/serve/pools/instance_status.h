@@ -1,0 +1,19 @@
+// One instance as `parvl ctl status` shows it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "parvl/base/status.h"
+#include "parvl/elastic/fleet.h"
+
+namespace parvl {
+
+struct InstanceStatus : InstanceView {
+  int64_t pid = 0;  // 0: none yet
+  std::string device;
+  int64_t waiting = 0;   // of its engine
+  absl::Status refusal;  // why it would not take on its modules, when it would not
+};
+
+}  // namespace parvl
