@@ -1,6 +1,8 @@
 // Bytes that come over sockets: what is understood, and what happens to a connection that breaks the rules.
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "parvl/comm/transfer/transfer_checksum.h"
 #include "parvl/comm/transfer/transfer_slab.h"
@@ -115,6 +117,23 @@ TEST(TransferWireTest, MemoryThatCouldShrinkIsRefused) {
   ASSERT_TRUE(slab.ok());
   EXPECT_FALSE(SharedSlab::map(FileDescriptor(::dup((*slab)->read_only_descriptor())), 8193).ok());
   EXPECT_TRUE(SharedSlab::map(FileDescriptor(::dup((*slab)->read_only_descriptor())), 8192).ok());
+}
+
+// Also where another still maps it, the memory goes back to the system.
+TEST(TransferWireTest, DiscardedMemoryTakesNoRoom) {
+  constexpr int64_t kBytes = 8 << 20;
+  const auto slab = SharedSlab::create(kBytes, "test");
+  ASSERT_TRUE(slab.ok());
+  std::memset((*slab)->data(), 1, kBytes);
+  const FileDescriptor descriptor(::dup((*slab)->read_only_descriptor()));
+  const auto mapped = SharedSlab::map(descriptor, kBytes);
+  ASSERT_TRUE(mapped.ok());
+  struct stat found {};
+  ASSERT_EQ(::fstat(descriptor.get(), &found), 0);
+  EXPECT_EQ(found.st_blocks * 512, kBytes);
+  (*slab)->discard();
+  ASSERT_EQ(::fstat(descriptor.get(), &found), 0);
+  EXPECT_EQ(found.st_blocks, 0);
 }
 
 // A reader by hand.

@@ -20,8 +20,8 @@ absl::Status no_memory(const std::string& what, int64_t bytes) {
 
 }  // namespace
 
-SharedSlab::SharedSlab(FileDescriptor own, FileDescriptor read_only, std::byte* data, int64_t bytes)
-    : own_(std::move(own)), read_only_(std::move(read_only)), data_(data), bytes_(bytes) {}
+SharedSlab::SharedSlab(FileDescriptor read_only, std::byte* data, int64_t bytes)
+    : read_only_(std::move(read_only)), data_(data), bytes_(bytes) {}
 
 SharedSlab::~SharedSlab() { ::munmap(data_, static_cast<size_t>(bytes_)); }
 
@@ -34,8 +34,7 @@ absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::create(int64_t bytes, co
   if (!read_only) return no_memory("open", bytes);
   void* const data = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, own.get(), 0);
   if (data == MAP_FAILED) return no_memory("map", bytes);
-  return std::unique_ptr<SharedSlab>(
-      new SharedSlab(std::move(own), std::move(read_only), static_cast<std::byte*>(data), bytes));
+  return std::unique_ptr<SharedSlab>(new SharedSlab(std::move(read_only), static_cast<std::byte*>(data), bytes));
 }
 
 absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::map(const FileDescriptor& descriptor, int64_t bytes) {
@@ -48,10 +47,9 @@ absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::map(const FileDescriptor
   void* const data =
       ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED | MAP_POPULATE, descriptor.get(), 0);
   if (data == MAP_FAILED) return no_memory("map", bytes);
-  return std::unique_ptr<SharedSlab>(
-      new SharedSlab(FileDescriptor(), FileDescriptor(), static_cast<std::byte*>(data), bytes));
+  return std::unique_ptr<SharedSlab>(new SharedSlab(FileDescriptor(), static_cast<std::byte*>(data), bytes));
 }
 
-void SharedSlab::discard() { ::fallocate(own_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, bytes_); }
+void SharedSlab::discard() { ::madvise(data_, static_cast<size_t>(bytes_), MADV_REMOVE); }
 
 }  // namespace parvl

@@ -32,8 +32,8 @@ class SharedSlab {
   void discard();
 
  private:
-  SharedSlab(FileDescriptor own, FileDescriptor read_only, std::byte* data, int64_t bytes);
-  FileDescriptor own_, read_only_;
+  SharedSlab(FileDescriptor read_only, std::byte* data, int64_t bytes);
+  const FileDescriptor read_only_;
   std::byte* const data_;
   const int64_t bytes_;
 };

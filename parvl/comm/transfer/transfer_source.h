@@ -22,7 +22,7 @@ struct TransferSourceOptions {
   std::string token;  // of the run, 16 to 256 bytes: who does not say it gets nothing. TCP carries it in the clear
   const Clock* clock = nullptr;  // thread-safe; outlives this
   int64_t arena_bytes = int64_t{1} << 30;
-  int64_t max_items = 512;  // each has two descriptors
+  int64_t max_items = 512;  // each has a descriptor
   int64_t max_connections = 256;
   std::string tcp_listen;                        // "10.0.0.3:0", "0.0.0.0:4711"; "": no TCP lane
   std::string tcp_host;                          // what handles say instead of the address above; for 0.0.0.0 and ::
