@@ -112,6 +112,7 @@ class Fleet {
   // OK when any instance is open that generates; else likewise.
   absl::Status can_generate() const;
   size_t requests() const { return requests_.size(); }
+  size_t parked() const { return parked_.size(); }  // pieces of their work that wait for an instance
 
  private:
   struct Instance;

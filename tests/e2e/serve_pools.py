@@ -4,10 +4,12 @@ import http.client
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import tempfile
 import threading
+import time
 import unittest
 
 from serve_common import MODEL, Server, ask, data_uri, need_model, png
@@ -38,11 +40,64 @@ class Pools(Server):
         found = re.findall(r"instance (\d+) of (\S+) \(process (\d+)\) takes on", "".join(self.errors))
         return {int(instance): (pool, int(pid)) for instance, pool, pid in found}
 
+    def figure(self, name):
+        values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", self.request("GET", "/metrics")[2], re.MULTILINE)
+        assert values, f"/metrics has no {name}"
+        return sum(map(float, values))
+
+    def wait_for(self, condition, seconds=90):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "".join(self.errors[-30:])
+            time.sleep(0.05)  # nobody tells; the condition ends it
+
+    def wait_all_ready(self):
+        """Every instance that failed is ready again."""
+        def ready():
+            log = "".join(self.errors)
+            return log.count(" is ready on ") == log.count(") takes on its modules") and log.count(" failed (") + len(self.instances()) == log.count(" is ready on ")
+        self.wait_for(ready)
+
+    def ready_in(self, pool):
+        log = "".join(self.errors)
+        return log.count(f" of {pool} is ready on ") - log.count(f" of {pool} failed (")
+
+    def descriptors(self):
+        """Of the gateway: how many of shared memory, and of all else."""
+        folder, memory, others = f"/proc/{self.process.pid}/fd", 0, 0
+        for name in os.listdir(folder):
+            try:
+                shared = os.readlink(f"{folder}/{name}").startswith("/memfd:")
+            except FileNotFoundError:
+                continue
+            memory, others = memory + shared, others + (not shared)
+        return memory, others
+
     def stop(self, seconds=60):
         try:
             return super().stop(seconds)
         finally:
             self.folder.cleanup()
+
+
+class Waiting:
+    """A streamed answer that is asked for on a thread of its own."""
+
+    def __init__(self, server, messages, **fields):
+        self.answer, self.failure = None, None
+        def run():
+            try:
+                self.answer = Answer(server, messages, **fields).read_all()
+            except Exception as failure:  # pylint: disable=broad-except
+                self.failure = failure
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def result(self):
+        self.thread.join()
+        if self.failure is not None:
+            raise self.failure
+        return self.answer
 
 
 class Answer:
@@ -95,12 +150,36 @@ class Answer:
         return self
 
 
-class Replicas(unittest.TestCase):
+POOLS = """
+cluster:
+  gpu_pools:
+    encoder-pool: {device: gpu-24gb, min_instances: 1, max_instances: 8}
+    llm-pool:     {device: gpu-40gb, min_instances: 1, max_instances: 8}
+model:
+  modules:
+    vision_encoder: {pool: encoder-pool, replicas: 2}
+    llm_backbone:   {pool: llm-pool, replicas: 3}
+"""
+SMALL = ("--kv-cache-memory-bytes", "67108864", "--encoder-cache-bytes", "16777216")
+COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}, "n": {"type": "integer", "minimum": 100000}}, "required": ["color", "n"]}
+# What a request that is moved must keep up: seeds and log-probabilities, stop strings across the border, a grammar.
+KINDS = {"sampled": LONG,
+         "stopped": {**LONG, "stop": ["circlecircle", "triangleteal", "zzz"], "presence_penalty": 0.3, "frequency_penalty": 0.2},
+         "schema": {"max_tokens": 160, "temperature": 1, "seed": 5, "logprobs": True, "ignore_eos": True,
+                    "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "array", "items": COLOR, "minItems": 30}}}}}
+
+
+class SeparatePools(unittest.TestCase):
+    """Two encode instances and three that generate."""
+
     @classmethod
     def setUpClass(cls):
         need_model()
-        cls.server = Pools(REPLICAS)
+        cls.server = Pools(POOLS, *SMALL)
         cls.addClassCleanup(cls.server.stop)
+        with Server("--dtype", "float32") as one:
+            cls.picture = ask("what is in the picture?", data_uri(png()))
+            cls.want = {name: Answer(one, cls.picture, **fields).read_all() for name, fields in KINDS.items()}
 
     def assert_same(self, got, want):
         self.assertEqual((got.error, got.done), (None, True))
@@ -111,20 +190,165 @@ class Replicas(unittest.TestCase):
         for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
             self.assertEqual(got.usage[count], want.usage[count])
 
-    def busy_instance(self):
-        """The instance whose engine computes now: the others' threads sleep."""
+    def test_answers_are_those_of_one_process(self):
+        for name, want in self.want.items():
+            with self.subTest(name):
+                got = Answer(self.server, self.picture, **KINDS[name]).read_all()
+                self.assert_same(got, want)
+                self.assertIn("of encoder-pool", got.usage["ran_on"]["vision_encoder"])
+                self.assertIn("of llm-pool", got.usage["ran_on"]["llm_backbone"])
 
-    def wait_ready(self, seconds=60):
-        wait_for(lambda: self.server.request("GET", "/readyz")[0] == 200 and len(self.server.alive()) == 2, seconds)
+    def test_modules_lie_in_processes_of_their_own(self):
+        modules = self.server.request("GET", "/v1/models")[2]["data"][0]["parvl"]["modules"]
+        self.assertEqual(modules, {"vision_encoder": "encoder-pool (2 instances on cpu)", "projector": "encoder-pool (2 instances on cpu)",
+                                   "llm_backbone": "llm-pool (3 instances on cpu)"})
+        log = "".join(self.server.errors)
+        self.assertEqual(log.count("weights of the encoder:"), log.count("of encoder-pool (process"), log)
+        self.assertEqual(log.count("KV memory:"), log.count("of llm-pool (process"), log)
 
-    def test_a_request_goes_on_elsewhere_from_every_token(self):
-        messages = ask("what is in the picture?", data_uri(png()))
-        want = Answer(self.server, messages, **LONG).read_all()
-        for at in range(1, 48, 6):
-            answer = Answer(self.server, messages, **LONG).read_until(at)
-            for instance, (_, pid) in self.server.instances().items():
-                print(instance, pid)
-            break
+    def moved_answer(self, kind, tokens, sign):
+        """Its text so far is read, then the process that generates gets `sign`; nobody else has the prompt's prefix, so it is known."""
+        holder = Answer(self.server, self.picture, **{**LONG, "max_tokens": 1}).read_all().usage["ran_on"]["llm_backbone"]
+        number = int(re.search(r"instance (\d+)", holder).group(1))
+        answer = Answer(self.server, self.picture, **KINDS[kind]).read_until(tokens)
+        os.kill(self.server.instances()[number][1], sign)
+        return number, answer.read_all()
+
+    def test_an_answer_goes_on_elsewhere_when_its_process_is_killed(self):
+        for kind, want in self.want.items():
+            for tokens in (1, 7, 16, 33):
+                with self.subTest(kind, tokens=tokens):
+                    number, got = self.moved_answer(kind, tokens, signal.SIGKILL)
+                    self.assert_same(got, want)
+                    self.assertRegex(got.usage["ran_on"]["llm_backbone"], rf"^instance {number}, then \d of llm-pool$")
+                    self.server.wait_for(lambda: self.server.ready_in("llm-pool") >= 2)
+
+    def test_an_answer_goes_on_elsewhere_when_its_process_is_stopped(self):
+        number, got = self.moved_answer("sampled", 5, signal.SIGSTOP)
+        self.assert_same(got, self.want["sampled"])
+        self.assertRegex(got.usage["ran_on"]["llm_backbone"], rf"^instance {number}, then \d of llm-pool$")
+        self.server.wait_all_ready()
+
+    def test_an_image_is_encoded_elsewhere_when_its_encoder_is_stopped(self):
+        fresh = data_uri(png(color=(1, 2, 3)))
+        with Server("--dtype", "float32") as one:
+            want = Answer(one, ask("what is it?", fresh), **LONG).read_all()
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            with self.subTest(sign=sign):
+                fresh = data_uri(png(color=(1, 2, 3)) + sign.name.encode())  # what follows the picture makes it another file
+                encoders = {number: pid for number, (pool, pid) in self.server.instances().items() if pool == "encoder-pool"}
+                for pid in encoders.values():
+                    os.kill(pid, signal.SIGSTOP)
+                answer = Waiting(self.server, ask("what is it?", fresh), **LONG)
+                self.server.wait_for(lambda: self.server.figure("vllm:num_requests_running") >= 1)
+                first = min(encoders)
+                if sign == signal.SIGKILL:
+                    os.kill(encoders[first], signal.SIGKILL)
+                for number, pid in encoders.items():
+                    if number != first:
+                        os.kill(pid, signal.SIGCONT)
+                self.assert_same(answer.result(), want)
+                self.server.wait_all_ready()
+
+    def test_text_goes_on_while_every_encoder_is_dead(self):
+        encoders = [pid for pool, pid in self.server.instances().values() if pool == "encoder-pool"]
+        for pid in encoders:
+            os.kill(pid, signal.SIGSTOP)
+        text = Answer(self.server, [{"role": "user", "content": "what color is it?"}], **LONG).read_all()
+        self.assertEqual((text.error, len(text.tokens)), (None, 48))
+        self.assertNotIn("vision_encoder", text.usage["ran_on"])
+        for pid in encoders:
+            os.kill(pid, signal.SIGKILL)
+        self.server.wait_for(lambda: self.server.request("GET", "/readyz")[0] == 503)
+        self.assertIn("pool encoder-pool has no instance that is ready", self.server.request("GET", "/readyz")[2]["error"]["message"])
+        # An image waits for the first encoder that comes back.
+        self.assert_same(Answer(self.server, self.picture, **LONG).read_all(), self.want["sampled"])
+        self.server.wait_all_ready()
+
+    def test_nothing_is_left_of_many_requests_among_kills(self):
+        server, rng = self.server, random.Random(7)
+        server.wait_all_ready()
+        pictures = [data_uri(png(color=(i, 40, 90))) for i in range(12)]
+        before, ended, lock = server.descriptors(), [], threading.Lock()
+        numbers = iter(range(150))
+
+        def client():
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                    seed = rng.random()
+                if number is None:
+                    return
+                fields = {**LONG, "max_tokens": 20 + number % 40, "logprobs": False, "top_logprobs": 0}
+                messages = ask(f"question {number}?", *pictures[number % 12:number % 12 + number % 3])
+                answer = Answer(server, messages, **fields)
+                if seed < 0.15:
+                    answer.read_until(1)
+                    answer.connection.close()
+                    outcome = "left"
+                else:
+                    answer.read_all()
+                    outcome = "done" if answer.done else f"error {answer.error}"
+                with lock:
+                    ended.append(outcome)
+
+        clients = [threading.Thread(target=client) for _ in range(8)]
+        for thread in clients:
+            thread.start()
+        killed = 0
+        while any(thread.is_alive() for thread in clients) and killed < 12:
+            target = rng.choice(list(server.instances().values()))[1]
+            try:
+                os.kill(target, rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+                killed += 1
+            except ProcessLookupError:
+                pass
+            clients[0].join(1.5)
+        for thread in clients:
+            thread.join()
+        self.assertEqual(len(ended), 150)
+        self.assertGreater(killed, 3)
+        self.assertEqual([outcome for outcome in ended if outcome.startswith("error")], [])
+        server.wait_all_ready()
+        server.wait_for(lambda: server.figure("vllm:num_requests_running") == 0 and server.figure("vllm:num_requests_waiting") == 0)
+        # Shared memory is kept for the next images: as much as was in use at once.
+        server.wait_for(lambda: server.descriptors()[1] <= before[1] + 4)
+        self.assertLess(server.descriptors()[0], 64)
+        self.assertEqual(Answer(server, self.picture, **LONG).read_all().text, self.want["sampled"].text)
+
+
+class Replicas(unittest.TestCase):
+    """Instances that hold every module."""
+
+    def test_answers_and_the_end(self):
+        need_model()
+        picture = ask("what is in the picture?", data_uri(png()))
+        with Server("--dtype", "float32") as one:
+            want = Answer(one, picture, **LONG).read_all()
+        server = Pools(REPLICAS, *SMALL)
+        try:
+            got = Answer(server, picture, **LONG).read_all()
+            self.assertEqual((got.text, got.done), (want.text, True))
+            pids = [pid for _, pid in server.instances().values()]
+            self.assertEqual(len(pids), 2)
+        finally:
+            self.assertEqual(server.stop(), 0)
+        for pid in pids:
+            self.assertFalse(pathlib.Path(f"/proc/{pid}").exists(), "an instance outlives its gateway")
+
+    def test_instances_end_with_a_gateway_that_is_killed(self):
+        server = Pools(REPLICAS, *SMALL)
+        pids = [pid for _, pid in server.instances().values()]
+        server.process.kill()
+        server.stop()
+        end = time.monotonic() + 10
+        while time.monotonic() < end and any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
+            time.sleep(0.05)
+        self.assertEqual([pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()], [])
+
+    def test_an_instance_that_cannot_start_ends_the_server_with_its_reason(self):
+        with self.assertRaisesRegex(AssertionError, r"instance \d of llm-pool cannot start: .*--kv-cache-memory-bytes"):
+            Pools(REPLICAS, "--kv-cache-memory-bytes", "1000")
 
 
 if __name__ == "__main__":

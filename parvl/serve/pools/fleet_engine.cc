@@ -165,6 +165,10 @@ void FleetEngine::publish() {
     if (view.open) next.kv_tokens += view.room.kv_tokens;
     next.instances.push_back(std::move(status));
   }
+  // A request that is encoded or moved runs in no engine, but it runs.
+  const auto requests = static_cast<int64_t>(fleet_.requests());
+  next.stats.waiting = std::min(requests, next.stats.waiting + static_cast<int64_t>(fleet_.parked()));
+  next.stats.running = requests - next.stats.waiting;
   next.capacity = fleet_.capacity();
   next.health = fleet_.health();
   next.accepts = fleet_.can_generate();
