@@ -103,6 +103,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   }
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
   options.model_dir = model_dir;
+  PARVL_ASSIGN_OR_RETURN(options.front, load_front(model_dir, engine.load));
   options.token = random_token();
   auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices));
   PARVL_ASSIGN_OR_RETURN(auto fleet, FleetEngine::start(std::move(options), std::move(starter), context.clock));

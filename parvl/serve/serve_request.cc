@@ -180,11 +180,13 @@ void log_failure(const HttpConnection& connection, const absl::Status& failure) 
   log_line(LogLevel::kWarning, absl::StrCat("a request failed: ", failure.message()), connection.log_fields());
 }
 
-void log_places(const Gateway& gateway, const HttpConnection& connection,
-                const std::vector<std::pair<std::string, std::string>>& ran_on) {
-  if (!gateway.options().log_requests || ran_on.empty()) return;
+// What is known of the prompts once all is generated.
+void complete(Usage& usage, const Deltas& deltas, const Gateway& gateway, const HttpConnection& connection) {
+  usage.cached_tokens = deltas.cached_tokens;
+  usage.ran_on = deltas.ran_on;
+  if (!gateway.options().log_requests || usage.ran_on.empty()) return;
   LogFields fields = connection.log_fields();
-  for (const auto& [module, where] : ran_on) fields.emplace_back(module, where);
+  for (const auto& [module, where] : usage.ran_on) fields.emplace_back(module, where);
   log_line(LogLevel::kInfo, "generated", fields);
 }
 
@@ -359,9 +361,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
     co_return co_await answer.fail(deltas->failure);
   }
   if (deltas->running > 0 || !deltas->waiting.empty()) co_return co_await answer.fail(patience.why());
-  usage.cached_tokens = deltas->cached_tokens;
-  usage.ran_on = deltas->ran_on;
-  log_places(gateway, connection, usage.ran_on);
+  complete(usage, *deltas, gateway, connection);
   co_await answer.finish(usage);
   deltas->timer.answered(deltas->last_s);
 }

@@ -47,12 +47,10 @@ void add_held(EngineStats& to, const EngineStats& more) {
 
 }  // namespace
 
-FleetEngine::FleetEngine(FleetOptions options, EngineFront front, std::unique_ptr<InstanceStarter> starter,
-                         const Clock& clock)
+FleetEngine::FleetEngine(FleetOptions options, std::unique_ptr<InstanceStarter> starter, const Clock& clock)
     : options_(std::move(options)),
-      front_(std::move(front)),
       clock_(clock),
-      grammars_(std::make_unique<GrammarCompiler>(front_.prompts->tokenizer(), front_.end_tokens)),
+      grammars_(std::make_unique<GrammarCompiler>(options_.front.prompts->tokenizer(), options_.front.end_tokens)),
       starter_(std::move(starter)),
       fleet_(options_.fleet),
       links_(fleet_.instances().size()) {
@@ -62,8 +60,7 @@ FleetEngine::FleetEngine(FleetOptions options, EngineFront front, std::unique_pt
 absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions options,
                                                                 std::unique_ptr<InstanceStarter> starter,
                                                                 const Clock& clock) {
-  PARVL_ASSIGN_OR_RETURN(EngineFront front, load_front(options.model_dir, options.engines.front().load));
-  std::unique_ptr<FleetEngine> engine(new FleetEngine(std::move(options), std::move(front), std::move(starter), clock));
+  std::unique_ptr<FleetEngine> engine(new FleetEngine(std::move(options), std::move(starter), clock));
   FleetEngine* const self = engine.get();
   TransferSourceOptions pixels;
   pixels.name = "gateway";
@@ -101,8 +98,9 @@ FleetEngine::~FleetEngine() {
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
   for (auto& [id, live] : live_) live->request.on_end(std::exchange(live->result, {}));
-  starter_.reset();
+  for (size_t i = 0; i < links_.size(); ++i) starter_->kill(InstanceId{static_cast<int64_t>(i)}, links_[i].epoch);
   server_.reset();  // its handlers may still have posted; nobody runs that any more
+  starter_.reset();
 }
 
 absl::Status FleetEngine::wait_ready() {

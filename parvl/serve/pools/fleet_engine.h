@@ -37,6 +37,7 @@ class Token;
 struct FleetOptions {
   FleetSettings fleet;
   std::string model_dir;
+  EngineFront front;                         // of that directory
   std::vector<EngineOptions> engines;        // of the instances of each pool
   std::string token;                         // of this run; whoever shows it is an instance
   int64_t pixel_bytes = int64_t{1} << 30;    // of memory in which images wait for their instances to fetch them
@@ -52,11 +53,11 @@ class FleetEngine : public Engine {
                                                             const Clock& clock);
   ~FleetEngine() override;
 
-  const PromptBuilder& prompts() const override { return *front_.prompts; }
-  int64_t max_model_len() const override { return front_.max_model_len; }
+  const PromptBuilder& prompts() const override { return *options_.front.prompts; }
+  int64_t max_model_len() const override { return options_.front.max_model_len; }
   int64_t max_running() const override;  // of the instances that are ready now
   int64_t kv_tokens() const override;    // likewise
-  SamplingParams default_sampling() const override { return front_.sampling; }
+  SamplingParams default_sampling() const override { return options_.front.sampling; }
   std::string device_name() const override;
   std::vector<std::pair<std::string, std::string>> places() const override;  // as pools and instances
   GrammarCompiler& grammars() override { return *grammars_; }
@@ -77,7 +78,7 @@ class FleetEngine : public Engine {
   struct Link;
   using Task = std::function<void()>;
 
-  FleetEngine(FleetOptions options, EngineFront front, std::unique_ptr<InstanceStarter> starter, const Clock& clock);
+  FleetEngine(FleetOptions options, std::unique_ptr<InstanceStarter> starter, const Clock& clock);
   absl::Status wait_ready();
   void loop();
   void post(Task task);
@@ -109,7 +110,6 @@ class FleetEngine : public Engine {
   void fence(InstanceId id, int64_t epoch);
 
   const FleetOptions options_;
-  const EngineFront front_;
   bool encodes_apart_ = false;  // images have instances of their own
   const Clock& clock_;
   std::unique_ptr<GrammarCompiler> grammars_;

@@ -1,0 +1,418 @@
+// The gateway's engine over real streams, its instances threads of this process that compute a text which everybody
+// knows.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <list>
+#include <mutex>
+#include <thread>
+
+#include "parvl/serve/pools/fleet_engine.h"
+#include "parvl/serve/pools/stream_client.h"
+#include "parvl/serve/pools/stream_server.h"
+#include "parvl/serve/pools/worker.h"
+#include "tests/unit/serve_fake.h"
+
+namespace parvl {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr char kToken[] = "a token of the run";
+constexpr TokenId kEnd = 257;
+const RealClock kClock;
+
+// What all instances of a test share: how far each may go.
+struct Script {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<int64_t> allowed = std::vector<int64_t>(4, int64_t{1} << 40);  // tokens, by instance
+  absl::Status refusal;
+  std::vector<int> started = std::vector<int>(4, 0);  // engines, by instance
+
+  void allow(size_t instance, int64_t tokens) {
+    std::lock_guard lock(mutex);
+    allowed[instance] = tokens;
+    changed.notify_all();
+  }
+};
+
+// Token i of an answer is the seed plus i; the last one of max_tokens is the end.
+class CountingEngine : public Engine {
+ public:
+  CountingEngine(std::shared_ptr<Script> script, size_t instance, const std::string& folder, EngineHooks hooks)
+      : script_(std::move(script)),
+        instance_(instance),
+        hooks_(std::move(hooks)),
+        prompts_(*PromptBuilder::load(folder)) {
+    grammars_ = std::make_unique<GrammarCompiler>(prompts_->tokenizer(), std::vector<TokenId>{kEnd});
+    thread_ = std::thread([this] { loop(); });
+  }
+  ~CountingEngine() override {
+    {
+      std::lock_guard lock(script_->mutex);
+      stopping_ = true;
+      script_->changed.notify_all();
+    }
+    thread_.join();
+  }
+  const PromptBuilder& prompts() const override { return *prompts_; }
+  int64_t max_model_len() const override { return 1000; }
+  int64_t max_running() const override { return 4; }
+  int64_t kv_tokens() const override { return 4000; }
+  SamplingParams default_sampling() const override { return {}; }
+  std::string device_name() const override { return "test"; }
+  GrammarCompiler& grammars() override { return *grammars_; }
+  RequestId submit(EngineRequest request) override {
+    std::lock_guard lock(script_->mutex);
+    jobs_.push_back({RequestId{next_}, std::move(request)});
+    script_->changed.notify_all();
+    return RequestId{next_++};
+  }
+  void cancel(RequestId id) override {
+    std::lock_guard lock(script_->mutex);
+    for (Job& job : jobs_) job.cancelled |= job.id == id;
+    script_->changed.notify_all();
+  }
+  EngineStats stats() const override { return {}; }
+
+ private:
+  struct Job {
+    RequestId id;
+    EngineRequest request;
+    bool cancelled = false;
+    int64_t said = 0;
+  };
+  void loop() {
+    std::unique_lock lock(script_->mutex);
+    for (;;) {
+      script_->changed.wait(lock, [this] {
+        return stopping_ || std::any_of(jobs_.begin(), jobs_.end(), [&](const Job& job) {
+                 return job.cancelled || script_->allowed[instance_] > 0;
+               });
+      });
+      if (stopping_) break;
+      for (auto job = jobs_.begin(); job != jobs_.end();) {
+        if (!job->cancelled && script_->allowed[instance_] <= 0) {
+          ++job;
+          continue;
+        }
+        --script_->allowed[instance_];
+        const bool ends = job->cancelled || speak(*job);
+        if (ends) {
+          GenerateResult result;
+          result.finish = job->cancelled ? FinishReason::kNone : FinishReason::kStop;
+          job->request.on_end(result);
+        }
+        job = ends ? jobs_.erase(job) : std::next(job);
+      }
+      hooks_.on_turn();
+    }
+    for (Job& job : jobs_) job.request.on_end(GenerateResult{});
+  }
+  bool speak(Job& job) {
+    const auto index = static_cast<int64_t>(job.request.generated.size()) + job.said++;
+    const bool last = index + 1 == job.request.sampling.max_tokens;
+    TokenEvent event;
+    event.token_id = last ? kEnd : static_cast<TokenId>(job.request.sampling.seed + static_cast<uint64_t>(index));
+    event.text = last ? "" : std::to_string(event.token_id) + " ";
+    event.finish = last ? FinishReason::kStop : FinishReason::kNone;
+    job.request.on_token(event);
+    return last;
+  }
+
+  const std::shared_ptr<Script> script_;
+  const size_t instance_;
+  const EngineHooks hooks_;
+  const std::shared_ptr<const PromptBuilder> prompts_;
+  std::unique_ptr<GrammarCompiler> grammars_;
+  std::list<Job> jobs_;
+  int64_t next_ = 1;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+// "Processes" that are threads. Killing one is left to its stream, which is closed before.
+class Threads : public InstanceStarter {
+ public:
+  Threads(std::shared_ptr<Script> script, std::string folder)
+      : script_(std::move(script)), folder_(std::move(folder)) {}
+  ~Threads() override {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  void set_on_exit(OnExit on_exit) override { on_exit_ = std::move(on_exit); }
+  void start(const InstanceLaunch& launch) override {
+    {
+      std::lock_guard lock(script_->mutex);
+      gateway_ = launch.gateway;
+    }
+    threads_.emplace_back([this, launch] {
+      WorkerLoaders loaders;
+      loaders.engine = [&](const std::string&,
+                           const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<Engine>> {
+        std::lock_guard lock(script_->mutex);
+        ++script_->started[static_cast<size_t>(launch.instance.value)];
+        script_->changed.notify_all();
+        if (!script_->refusal.ok()) return script_->refusal;
+        return std::make_unique<CountingEngine>(script_, static_cast<size_t>(launch.instance.value), folder_,
+                                                options.hooks);
+      };
+      const absl::Status status =
+          run_worker({launch.gateway, launch.token, launch.instance.value, launch.epoch}, loaders, kClock);
+      on_exit_(launch.instance, launch.epoch, status.ok() ? "ended" : std::string(status.message()));
+    });
+  }
+  void kill(InstanceId, int64_t) override {}
+  void die(InstanceId instance, int64_t epoch) { on_exit_(instance, epoch, "was killed"); }
+  const std::string& gateway() const { return gateway_; }
+
+ private:
+  const std::shared_ptr<Script> script_;
+  const std::string folder_;
+  std::string gateway_;
+  OnExit on_exit_;
+  std::list<std::thread> threads_;
+};
+
+struct Client {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<TokenId> tokens;
+  std::string text;
+  std::optional<absl::StatusOr<GenerateResult>> end;
+  int ends = 0;
+
+  bool wait(const std::function<bool()>& condition) {
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, std::chrono::seconds(30), condition);
+  }
+  bool has(size_t count) {
+    return wait([&] { return tokens.size() >= count; });
+  }
+  bool over() {
+    return wait([&] { return end.has_value(); });
+  }
+};
+
+class FleetEngineTest : public testing::Test {
+ protected:
+  FleetEngineTest() { write_model_folder(folder_.path()); }
+
+  absl::Status start(int64_t instances) {
+    FleetOptions options;
+    options.fleet.pools = {{.name = "llm-pool", .instances = instances}};
+    options.fleet.instance.backoff_first_s = 0.01;
+    options.engines.resize(1);
+    options.front.prompts = *PromptBuilder::load(folder_.path());
+    options.front.end_tokens = {kEnd};
+    options.front.max_model_len = 1000;
+    options.token = kToken;
+    auto threads = std::make_unique<Threads>(script_, folder_.path());
+    threads_ = threads.get();
+    auto engine = FleetEngine::start(std::move(options), std::move(threads), kClock);
+    if (!engine.ok()) return engine.status();
+    engine_ = *std::move(engine);
+    return absl::OkStatus();
+  }
+
+  std::shared_ptr<Client> submit(uint64_t seed, int64_t tokens, RequestId* id = nullptr) {
+    auto client = std::make_shared<Client>();
+    EngineRequest request;
+    auto prompt = std::make_shared<Prompt>();
+    prompt->ids = {1, 2, 3};
+    request.prompt = prompt;
+    request.sampling.seed = seed;
+    request.sampling.max_tokens = tokens;
+    request.on_token = [client](const TokenEvent& event) {
+      std::lock_guard lock(client->mutex);
+      client->tokens.push_back(event.token_id);
+      client->text += event.text;
+      client->changed.notify_all();
+    };
+    request.on_end = [client](const absl::StatusOr<GenerateResult>& result) {
+      std::lock_guard lock(client->mutex);
+      client->end = result;
+      ++client->ends;
+      client->changed.notify_all();
+    };
+    const RequestId given = engine_->submit(std::move(request));
+    if (id != nullptr) *id = given;
+    return client;
+  }
+
+  bool wait_for(const std::function<bool(const std::vector<InstanceStatus>&)>& condition) {
+    const double end_s = kClock.now_seconds() + 30;
+    while (!condition(engine_->instances())) {
+      if (kClock.now_seconds() > end_s) return false;
+      std::this_thread::yield();
+    }
+    return true;
+  }
+  size_t open() const {
+    const auto all = engine_->instances();
+    return static_cast<size_t>(std::count_if(all.begin(), all.end(), [](const auto& one) { return one.open; }));
+  }
+
+  TemporaryFolder folder_;
+  std::shared_ptr<Script> script_ = std::make_shared<Script>();
+  Threads* threads_ = nullptr;
+  std::unique_ptr<FleetEngine> engine_;
+};
+
+TEST_F(FleetEngineTest, AnAnswerGoesOnElsewhereAfterEachToken) {
+  ASSERT_TRUE(start(2).ok());
+  constexpr int64_t kTokens = 9;
+  for (size_t k = 0; k < kTokens; ++k) {
+    ASSERT_TRUE(wait_for([&](const auto&) { return open() == 2; }));
+    // Whichever has it may say k tokens; the other one none before the first is gone.
+    script_->allow(0, static_cast<int64_t>(k));
+    script_->allow(1, static_cast<int64_t>(k));
+    const auto client = submit(100, kTokens);
+    ASSERT_TRUE(client->has(k));
+    ASSERT_TRUE(wait_for([](const auto& all) { return all[0].running + all[1].running == 1; }));
+    const auto all = engine_->instances();
+    const size_t first = all[0].running == 1 ? 0 : 1;
+    threads_->die(all[first].id, all[first].epoch);
+    script_->allow(1 - first, 1000);
+    script_->allow(first, 1000);  // to warm up, once it is there again
+    ASSERT_TRUE(client->over());
+    EXPECT_EQ(client->ends, 1);
+    ASSERT_TRUE((*client->end).ok()) << (*client->end).status();
+    const GenerateResult& result = **client->end;
+    std::vector<TokenId> want;
+    for (int64_t i = 0; i + 1 < kTokens; ++i) want.push_back(static_cast<TokenId>(100 + i));
+    want.push_back(kEnd);
+    EXPECT_EQ(client->tokens, want) << "after " << k;
+    EXPECT_EQ(result.token_ids, want);
+    EXPECT_EQ(result.text, client->text);
+    EXPECT_EQ(result.finish, FinishReason::kStop);
+    EXPECT_EQ(result.ran_on,
+              (std::vector<std::pair<std::string, std::string>>{
+                  {"llm_backbone", absl::StrCat("instance ", first, ", then ", 1 - first, " of llm-pool")}}));
+  }
+}
+
+TEST_F(FleetEngineTest, WordsOfAPastEpochAndOfStrangersHaveNoEffect) {
+  ASSERT_TRUE(start(1).ok());
+  script_->allow(0, 2);
+  RequestId id;
+  const auto client = submit(100, 5, &id);
+  ASSERT_TRUE(client->has(2));
+  const auto speak = [&](const std::string& token, int64_t instance, int64_t epoch) {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::optional<absl::Status> why;
+    auto stream = StreamClient::attach(threads_->gateway(), token, instance, epoch,
+                                       {.message = [](const wire::ToInstance&) { ADD_FAILURE() << "an answer"; },
+                                        .closed =
+                                            [&](const absl::Status& status) {
+                                              std::lock_guard lock(mutex);
+                                              why = status;
+                                              changed.notify_all();
+                                            }});
+    wire::Said hello, said;
+    hello.mutable_hello()->set_pid(1);
+    said.mutable_token()->set_request(id.value);
+    said.mutable_token()->set_attempt(1);
+    said.mutable_token()->set_token(666);
+    stream->add({hello, said});
+    stream->flush();
+    std::unique_lock lock(mutex);
+    EXPECT_TRUE(changed.wait_for(lock, std::chrono::seconds(30), [&] { return why.has_value(); }));
+    return why.value_or(absl::OkStatus());
+  };
+  EXPECT_THAT(speak("another token", 0, 1).message(), HasSubstr("the run's token is needed"));
+  EXPECT_FALSE(speak(kToken, 0, 0).ok());
+  EXPECT_FALSE(speak(kToken, 0, 1).ok()) << "it has attached already";
+  EXPECT_FALSE(speak(kToken, 7, 1).ok()) << "there is no such instance";
+  EXPECT_FALSE(speak(kToken, -1, 1).ok());
+  EXPECT_TRUE(wait_for([](const auto& all) { return all[0].stale >= 2; })) << "counted";
+  script_->allow(0, 100);
+  ASSERT_TRUE(client->over());
+  EXPECT_EQ(client->tokens, (std::vector<TokenId>{100, 101, 102, 103, kEnd}));
+  EXPECT_EQ(engine_->instances()[0].failures, 0);
+}
+
+TEST_F(FleetEngineTest, AClientThatLeavesFreesItsPlace) {
+  ASSERT_TRUE(start(1).ok());
+  script_->allow(0, 1);
+  RequestId id;
+  const auto client = submit(100, 50, &id);
+  ASSERT_TRUE(client->has(1));
+  engine_->cancel(id);
+  ASSERT_TRUE(client->over());
+  ASSERT_TRUE((*client->end).ok());
+  EXPECT_EQ((**client->end).finish, FinishReason::kNone);
+  EXPECT_TRUE(wait_for([](const auto& all) { return all[0].running == 0; }));
+  script_->allow(0, 1000);
+  const auto next = submit(7, 3);
+  ASSERT_TRUE(next->over());
+  EXPECT_EQ(next->tokens, (std::vector<TokenId>{7, 8, kEnd}));
+}
+
+TEST_F(FleetEngineTest, RequestsWaitForTheOnlyInstanceToComeBack) {
+  ASSERT_TRUE(start(1).ok());
+  int changes = 0;
+  std::mutex mutex;
+  engine_->watch_capacity([&] {
+    std::lock_guard lock(mutex);
+    ++changes;
+  });
+  script_->allow(0, 3);
+  const auto client = submit(100, 6);
+  ASSERT_TRUE(client->has(3));
+  threads_->die(InstanceId{0}, 1);
+  script_->allow(0, 100);
+  ASSERT_TRUE(client->over());
+  EXPECT_EQ(client->tokens, (std::vector<TokenId>{100, 101, 102, 103, 104, kEnd}));
+  EXPECT_EQ(engine_->instances()[0].epoch, 2);
+  EXPECT_EQ(engine_->instances()[0].failures, 1);
+  EXPECT_TRUE(engine_->health().ok());
+  EXPECT_EQ(engine_->max_running(), 4);
+  std::lock_guard lock(mutex);
+  EXPECT_EQ(changes, 2) << "gone, and back";
+}
+
+TEST_F(FleetEngineTest, ADrainingInstanceFinishesAndEnds) {
+  ASSERT_TRUE(start(2).ok());
+  script_->allow(0, 1);
+  script_->allow(1, 1);
+  const auto client = submit(100, 4);
+  ASSERT_TRUE(client->has(1));
+  const size_t first = engine_->instances()[0].running == 1 ? 0 : 1;
+  engine_->drain(InstanceId{static_cast<int64_t>(first)});
+  ASSERT_TRUE(wait_for([&](const auto& all) { return all[first].state == InstanceState::kDraining; }));
+  const auto other = submit(7, 1);
+  script_->allow(1 - first, 10);
+  ASSERT_TRUE(other->over());
+  EXPECT_EQ(engine_->instances()[first].state, InstanceState::kDraining) << "one request is there yet";
+  script_->allow(first, 100);
+  ASSERT_TRUE(client->over());
+  EXPECT_EQ(client->tokens.size(), 4u);
+  EXPECT_THAT((**client->end).ran_on[0].second, absl::StrCat("instance ", first, " of llm-pool"));
+  EXPECT_TRUE(wait_for([&](const auto& all) { return all[first].state == InstanceState::kGone; }));
+  EXPECT_EQ(engine_->max_running(), 4);
+}
+
+TEST_F(FleetEngineTest, AnInstanceThatRefusesItsModulesSaysWhyAtTheStart) {
+  script_->refusal = invalid("the weights do not fit");
+  const absl::Status status = start(2);
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_THAT(status.message(), HasSubstr("of llm-pool cannot start: the weights do not fit"));
+}
+
+TEST_F(FleetEngineTest, WhatStillRunsEndsWithTheEngine) {
+  ASSERT_TRUE(start(1).ok());
+  script_->allow(0, 1);
+  const auto client = submit(100, 50);
+  ASSERT_TRUE(client->has(1));
+  engine_.reset();
+  ASSERT_EQ(client->ends, 1);
+  ASSERT_TRUE((*client->end).ok());
+  EXPECT_EQ((**client->end).finish, FinishReason::kNone);
+  EXPECT_EQ((**client->end).token_ids, (std::vector<TokenId>{100}));
+}
+
+}  // namespace
+}  // namespace parvl
