@@ -1,179 +1,20 @@
-// The gateway's engine over real streams, its instances threads of this process that compute a text which everybody
-// knows.
+// The gateway's engine over real streams.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <condition_variable>
-#include <list>
 #include <mutex>
 #include <thread>
 
 #include "parvl/serve/pools/fleet_engine.h"
 #include "parvl/serve/pools/stream_client.h"
 #include "parvl/serve/pools/stream_server.h"
-#include "parvl/serve/pools/worker.h"
-#include "tests/unit/serve_fake.h"
+#include "tests/unit/pools_fixture.h"
 
 namespace parvl {
 namespace {
 
 using ::testing::HasSubstr;
-
-constexpr char kToken[] = "a token of the run";
-constexpr TokenId kEnd = 257;
-const RealClock kClock;
-
-// What all instances of a test share: how far each may go.
-struct Script {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<int64_t> allowed = std::vector<int64_t>(4, int64_t{1} << 40);  // tokens, by instance
-  absl::Status refusal;
-  std::vector<int> started = std::vector<int>(4, 0);  // engines, by instance
-
-  void allow(size_t instance, int64_t tokens) {
-    std::lock_guard lock(mutex);
-    allowed[instance] = tokens;
-    changed.notify_all();
-  }
-};
-
-// Token i of an answer is the seed plus i; the last one of max_tokens is the end.
-class CountingEngine : public Engine {
- public:
-  CountingEngine(std::shared_ptr<Script> script, size_t instance, const std::string& folder, EngineHooks hooks)
-      : script_(std::move(script)),
-        instance_(instance),
-        hooks_(std::move(hooks)),
-        prompts_(*PromptBuilder::load(folder)) {
-    grammars_ = std::make_unique<GrammarCompiler>(prompts_->tokenizer(), std::vector<TokenId>{kEnd});
-    thread_ = std::thread([this] { loop(); });
-  }
-  ~CountingEngine() override {
-    {
-      std::lock_guard lock(script_->mutex);
-      stopping_ = true;
-      script_->changed.notify_all();
-    }
-    thread_.join();
-  }
-  const PromptBuilder& prompts() const override { return *prompts_; }
-  int64_t max_model_len() const override { return 1000; }
-  int64_t max_running() const override { return 4; }
-  int64_t kv_tokens() const override { return 4000; }
-  SamplingParams default_sampling() const override { return {}; }
-  std::string device_name() const override { return "test"; }
-  GrammarCompiler& grammars() override { return *grammars_; }
-  RequestId submit(EngineRequest request) override {
-    std::lock_guard lock(script_->mutex);
-    jobs_.push_back({RequestId{next_}, std::move(request)});
-    script_->changed.notify_all();
-    return RequestId{next_++};
-  }
-  void cancel(RequestId id) override {
-    std::lock_guard lock(script_->mutex);
-    for (Job& job : jobs_) job.cancelled |= job.id == id;
-    script_->changed.notify_all();
-  }
-  EngineStats stats() const override { return {}; }
-
- private:
-  struct Job {
-    RequestId id;
-    EngineRequest request;
-    bool cancelled = false;
-    int64_t said = 0;
-  };
-  void loop() {
-    std::unique_lock lock(script_->mutex);
-    for (;;) {
-      script_->changed.wait(lock, [this] {
-        return stopping_ || std::any_of(jobs_.begin(), jobs_.end(), [&](const Job& job) {
-                 return job.cancelled || script_->allowed[instance_] > 0;
-               });
-      });
-      if (stopping_) break;
-      for (auto job = jobs_.begin(); job != jobs_.end();) {
-        if (!job->cancelled && script_->allowed[instance_] <= 0) {
-          ++job;
-          continue;
-        }
-        --script_->allowed[instance_];
-        const bool ends = job->cancelled || speak(*job);
-        if (ends) {
-          GenerateResult result;
-          result.finish = job->cancelled ? FinishReason::kNone : FinishReason::kStop;
-          job->request.on_end(result);
-        }
-        job = ends ? jobs_.erase(job) : std::next(job);
-      }
-      hooks_.on_turn();
-    }
-    for (Job& job : jobs_) job.request.on_end(GenerateResult{});
-  }
-  bool speak(Job& job) {
-    const auto index = static_cast<int64_t>(job.request.generated.size()) + job.said++;
-    const bool last = index + 1 == job.request.sampling.max_tokens;
-    TokenEvent event;
-    event.token_id = last ? kEnd : static_cast<TokenId>(job.request.sampling.seed + static_cast<uint64_t>(index));
-    event.text = last ? "" : std::to_string(event.token_id) + " ";
-    event.finish = last ? FinishReason::kStop : FinishReason::kNone;
-    job.request.on_token(event);
-    return last;
-  }
-
-  const std::shared_ptr<Script> script_;
-  const size_t instance_;
-  const EngineHooks hooks_;
-  const std::shared_ptr<const PromptBuilder> prompts_;
-  std::unique_ptr<GrammarCompiler> grammars_;
-  std::list<Job> jobs_;
-  int64_t next_ = 1;
-  bool stopping_ = false;
-  std::thread thread_;
-};
-
-// "Processes" that are threads. Killing one is left to its stream, which is closed before.
-class Threads : public InstanceStarter {
- public:
-  Threads(std::shared_ptr<Script> script, std::string folder)
-      : script_(std::move(script)), folder_(std::move(folder)) {}
-  ~Threads() override {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  void set_on_exit(OnExit on_exit) override { on_exit_ = std::move(on_exit); }
-  void start(const InstanceLaunch& launch) override {
-    {
-      std::lock_guard lock(script_->mutex);
-      gateway_ = launch.gateway;
-    }
-    threads_.emplace_back([this, launch] {
-      WorkerLoaders loaders;
-      loaders.engine = [&](const std::string&,
-                           const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<Engine>> {
-        std::lock_guard lock(script_->mutex);
-        ++script_->started[static_cast<size_t>(launch.instance.value)];
-        script_->changed.notify_all();
-        if (!script_->refusal.ok()) return script_->refusal;
-        return std::make_unique<CountingEngine>(script_, static_cast<size_t>(launch.instance.value), folder_,
-                                                options.hooks);
-      };
-      const absl::Status status =
-          run_worker({launch.gateway, launch.token, launch.instance.value, launch.epoch}, loaders, kClock);
-      on_exit_(launch.instance, launch.epoch, status.ok() ? "ended" : std::string(status.message()));
-    });
-  }
-  void kill(InstanceId, int64_t) override {}
-  void die(InstanceId instance, int64_t epoch) { on_exit_(instance, epoch, "was killed"); }
-  const std::string& gateway() const { return gateway_; }
-
- private:
-  const std::shared_ptr<Script> script_;
-  const std::string folder_;
-  std::string gateway_;
-  OnExit on_exit_;
-  std::list<std::thread> threads_;
-};
 
 struct Client {
   std::mutex mutex;

@@ -1,0 +1,131 @@
+#include "tests/unit/pools_fixture.h"
+
+namespace parvl {
+namespace {
+
+class CountingEngine : public Engine {
+ public:
+  CountingEngine(std::shared_ptr<Script> script, size_t instance, const std::string& folder, EngineHooks hooks)
+      : script_(std::move(script)),
+        instance_(instance),
+        hooks_(std::move(hooks)),
+        prompts_(*PromptBuilder::load(folder)) {
+    grammars_ = std::make_unique<GrammarCompiler>(prompts_->tokenizer(), std::vector<TokenId>{kEnd});
+    thread_ = std::thread([this] { loop(); });
+  }
+  ~CountingEngine() override {
+    {
+      std::lock_guard lock(script_->mutex);
+      stopping_ = true;
+      script_->changed.notify_all();
+    }
+    thread_.join();
+  }
+  const PromptBuilder& prompts() const override { return *prompts_; }
+  int64_t max_model_len() const override { return 1000; }
+  int64_t max_running() const override { return 4; }
+  int64_t kv_tokens() const override { return 4000; }
+  SamplingParams default_sampling() const override { return {}; }
+  std::string device_name() const override { return "test"; }
+  GrammarCompiler& grammars() override { return *grammars_; }
+  RequestId submit(EngineRequest request) override {
+    std::lock_guard lock(script_->mutex);
+    jobs_.push_back({RequestId{next_}, std::move(request)});
+    script_->changed.notify_all();
+    return RequestId{next_++};
+  }
+  void cancel(RequestId id) override {
+    std::lock_guard lock(script_->mutex);
+    for (Job& job : jobs_) job.cancelled |= job.id == id;
+    script_->changed.notify_all();
+  }
+  EngineStats stats() const override { return {}; }
+
+ private:
+  struct Job {
+    RequestId id;
+    EngineRequest request;
+    bool cancelled = false;
+    int64_t said = 0;
+  };
+  void loop() {
+    std::unique_lock lock(script_->mutex);
+    for (;;) {
+      script_->changed.wait(lock, [this] {
+        return stopping_ || std::any_of(jobs_.begin(), jobs_.end(), [&](const Job& job) {
+                 return job.cancelled || script_->allowed[instance_] > 0;
+               });
+      });
+      if (stopping_) break;
+      for (auto job = jobs_.begin(); job != jobs_.end();) {
+        if (!job->cancelled && script_->allowed[instance_] <= 0) {
+          ++job;
+          continue;
+        }
+        --script_->allowed[instance_];
+        const bool ends = job->cancelled || speak(*job);
+        if (ends) {
+          GenerateResult result;
+          result.finish = job->cancelled ? FinishReason::kNone : FinishReason::kStop;
+          job->request.on_end(result);
+        }
+        job = ends ? jobs_.erase(job) : std::next(job);
+      }
+      hooks_.on_turn();
+    }
+    for (Job& job : jobs_) job.request.on_end(GenerateResult{});
+  }
+  bool speak(Job& job) {
+    const auto index = static_cast<int64_t>(job.request.generated.size()) + job.said++;
+    const bool last = index + 1 == job.request.sampling.max_tokens;
+    TokenEvent event;
+    event.token_id = last ? kEnd : static_cast<TokenId>(job.request.sampling.seed + static_cast<uint64_t>(index));
+    event.text = last ? "" : std::to_string(event.token_id) + " ";
+    event.finish = last ? FinishReason::kStop : FinishReason::kNone;
+    job.request.on_token(event);
+    return last;
+  }
+
+  const std::shared_ptr<Script> script_;
+  const size_t instance_;
+  const EngineHooks hooks_;
+  const std::shared_ptr<const PromptBuilder> prompts_;
+  std::unique_ptr<GrammarCompiler> grammars_;
+  std::list<Job> jobs_;
+  int64_t next_ = 1;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> counting_engine(std::shared_ptr<Script> script, size_t instance, const std::string& folder,
+                                        const EngineHooks& hooks) {
+  return std::make_unique<CountingEngine>(std::move(script), instance, folder, hooks);
+}
+
+Threads::~Threads() {
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Threads::start(const InstanceLaunch& launch) {
+  {
+    std::lock_guard lock(script_->mutex);
+    gateway_ = launch.gateway;
+  }
+  threads_.emplace_back([this, launch] {
+    WorkerLoaders loaders;
+    loaders.engine = [&](const std::string&, const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<Engine>> {
+      std::lock_guard lock(script_->mutex);
+      ++script_->started[static_cast<size_t>(launch.instance.value)];
+      script_->changed.notify_all();
+      if (!script_->refusal.ok()) return script_->refusal;
+      return counting_engine(script_, static_cast<size_t>(launch.instance.value), folder_, options.hooks);
+    };
+    const absl::Status status =
+        run_worker({launch.gateway, launch.token, launch.instance.value, launch.epoch}, loaders, kClock);
+    on_exit_(launch.instance, launch.epoch, status.ok() ? "ended" : std::string(status.message()));
+  });
+}
+
+}  // namespace parvl
