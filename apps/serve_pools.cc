@@ -103,7 +103,9 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   }
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
   options.model_dir = model_dir;
-  PARVL_ASSIGN_OR_RETURN(options.front, load_front(model_dir, engine.load));
+  LoadOptions front = engine.load;
+  front.startup = nullptr;  // a part of what comes before the instances are ready, not a phase
+  PARVL_ASSIGN_OR_RETURN(options.front, load_front(model_dir, front));
   options.token = random_token();
   auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices));
   PARVL_ASSIGN_OR_RETURN(auto fleet, FleetEngine::start(std::move(options), std::move(starter), context.clock));

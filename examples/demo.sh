@@ -21,8 +21,10 @@ for needed in "$parvl" "$model/config.json" "$data/questions.json"; do
   if [ ! -e "$needed" ]; then echo "demo: $needed is missing; run 'make build' first" >&2; exit 1; fi
 done
 
-echo "demo: starting $parvl serve --model $model"
-"$parvl" serve --model "$model" --port 0 --served-model-name easy-vqa >"$folder/server.out" 2>"$folder/server.err" &
+# The vision encoder and the LLM in processes of their own.
+pools=(--config examples/pools.yaml --device-map gpu-24gb=cpu,gpu-40gb=cpu)
+echo "demo: starting $parvl serve --model $model ${pools[*]}"
+"$parvl" serve --model "$model" "${pools[@]}" --port 0 --served-model-name easy-vqa >"$folder/server.out" 2>"$folder/server.err" &
 server=$!
 python3 examples/demo_client.py wait --pid "$server" --output "$folder/server.out" --errors "$folder/server.err"
 url=$(sed -n 's/^parvl ready \([^ ]*\).*/\1/p' "$folder/server.out")

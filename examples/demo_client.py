@@ -94,13 +94,13 @@ def stream(url: str, body: dict):
     connection.close()
 
 
-def ask_one(url: str, image: bytes, question: str) -> tuple[str, int, float, float]:
-    """(answer, tokens, seconds to the first token, seconds a token after it)."""
+def ask_one(url: str, image: bytes, question: str) -> tuple[str, int, dict[str, str], float, float]:
+    """(answer, tokens, where each module ran, seconds to the first token, seconds a token after it)."""
     uri = "data:image/png;base64," + base64.b64encode(image).decode()
     content = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": question}]
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16, "stream": True,
             "stream_options": {"include_usage": True}}
-    answer, first, last, tokens = "", None, 0.0, 0
+    answer, first, last, tokens, where = "", None, 0.0, 0, {}
     for seconds, event in stream(url, body):
         if event["choices"]:
             answer += event["choices"][0]["delta"].get("content") or ""
@@ -108,22 +108,18 @@ def ask_one(url: str, image: bytes, question: str) -> tuple[str, int, float, flo
             last = seconds
         else:
             tokens = event["usage"]["completion_tokens"]
-    return answer, tokens, first or last, (last - (first or last)) / max(tokens - 1, 1)
+            where.update(event["usage"].get("ran_on", {}))
+    return answer, tokens, where, first or last, (last - (first or last)) / max(tokens - 1, 1)
 
 
 def ask(url: str, data: pathlib.Path) -> None:
-    place = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
-    connection.request("GET", "/v1/models")
-    model = json.loads(connection.getresponse().read())["data"][0]
-    connection.close()
-    where = ", ".join(f"{module} on {device}" for module, device in model["parvl"]["modules"].items())
     right = 0
     chosen = choose(data)
     for question, wanted, number in chosen:
         file = data / "images" / f"{number}.png"
         image = file.read_bytes()
-        answer, tokens, ttft, tpot = ask_one(url, image, question)
+        answer, tokens, ran_on, ttft, tpot = ask_one(url, image, question)
+        where = ", ".join(f"{module} on {place}" for module, place in ran_on.items())
         right += answer.strip() == wanted
         print(f"\nimage        {file}")
         draw(image)
