@@ -129,6 +129,18 @@ std::string example_request(const ServeFlags& flags, const std::string& url, boo
   return absl::StrCat("try: curl ", url, "/v1/chat/completions", key, " -d '", body.dump(), "'");
 }
 
+// What the server needs for showing and operating its instances.
+std::shared_ptr<PoolsView> open_admin(const PoolServing& pools, ServeOptions& serve) {
+  auto view = std::make_shared<PoolsView>(pools.plan);
+  const Allocation& allocation = pools.allocation;
+  serve.fleet = view;
+  serve.admin = AdminOptions{.host = allocation.admin_host,
+                             .port = static_cast<int>(allocation.admin_port),
+                             .tokens = allocation.admin_tokens,
+                             .window_s = allocation.scheduler.window_seconds};
+  return view;
+}
+
 absl::Status start_trace(ServeFlags& flags, const Clock& clock) {
   if (flags.trace.path.empty()) {
     return flags.trace_wait ? invalid("--trace-wait says when --trace FILE begins; give that too") : absl::OkStatus();
@@ -176,7 +188,10 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
     workers.program = context.program_folder + "/parvl-media-worker";
     PARVL_ASSIGN_OR_RETURN(flags.serve.media.images, MediaWorkerPool::start(workers, context.clock));
   }
+  const auto view = pools.has_value() ? open_admin(*pools, flags.serve) : nullptr;
   PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
+  const std::string admin_url = server->admin_url();
+  if (!admin_url.empty()) log_info("admin port: ", admin_url, " (also the dashboard)");
   const auto startup = std::make_shared<Startup>(context.clock, [](const std::string& line) { log_info(line); });
   flags.engine.load.startup = startup;
   flags.engine.load.memory_limit_bytes = context.memory_limit_bytes;
@@ -185,7 +200,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const auto load = [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     if (pools.has_value()) {
       startup->begin("instances");
-      PARVL_ASSIGN_OR_RETURN(auto fleet, start_pools(*pools, flags.serve.model_dir, flags.engine, context));
+      PARVL_ASSIGN_OR_RETURN(auto fleet, start_pools(*pools, flags.serve.model_dir, flags.engine, view, context));
       startup->begin("listening");
       takes_images = fleet->prompts().has_images();
       return fleet;
@@ -200,7 +215,8 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const absl::Status status = server->run(load, [&] {
     startup->finish();
     heartbeat.reset();
-    std::printf("parvl ready %s\n", server->url().c_str());
+    const std::string admin = admin_url.empty() ? "" : " admin " + admin_url;
+    std::printf("parvl ready %s%s\n", server->url().c_str(), admin.c_str());
     std::fflush(stdout);
     log_info(example_request(flags, server->url(), takes_images));
   });

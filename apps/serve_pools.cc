@@ -74,7 +74,8 @@ absl::Status check_servable(const PlacementPlan& plan) {
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,
-                                                    const EngineOptions& engine, const Context& context) {
+                                                    const EngineOptions& engine, const std::shared_ptr<PoolsView>& view,
+                                                    const Context& context) {
   FleetOptions options;
   std::map<std::string, std::string> devices;
   int64_t on_cpu = 0;
@@ -107,6 +108,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   front.startup = nullptr;  // a part of what comes before the instances are ready, not a phase
   PARVL_ASSIGN_OR_RETURN(options.front, load_front(model_dir, front));
   options.token = random_token();
+  options.watch = [view](FleetEngine* fleet) { view->show(fleet); };
   auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices));
   PARVL_ASSIGN_OR_RETURN(auto fleet, FleetEngine::start(std::move(options), std::move(starter), context.clock));
   return std::unique_ptr<Engine>(std::move(fleet));

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "apps/commands.h"
+#include "apps/pools_view.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/plan/placement.h"
 
@@ -24,8 +25,9 @@ absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::str
 // Unimplemented for what an instance cannot be yet.
 absl::Status check_servable(const PlacementPlan& plan);
 
-// Starts every instance; returns when all are ready. `engine`: the options of each.
+// Starts every instance; returns when all are ready. `engine`: the options of each. `view` shows them from the start.
 absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,
-                                                    const EngineOptions& engine, const Context& context);
+                                                    const EngineOptions& engine, const std::shared_ptr<PoolsView>& view,
+                                                    const Context& context);
 
 }  // namespace parvl

@@ -16,7 +16,6 @@ constexpr UnavailableCommand kUnavailable[] = {
     {"profile", "Measures each module's time, memory and communication"},
     {"plan", "Chooses parallelism, pool sizes and placement"},
     {"simulate", "Runs a trace through the scheduler without devices"},
-    {"ctl", "Operates a running server"},
     {"doctor", "Checks this machine"},
 };
 

@@ -37,7 +37,8 @@ struct EncodeRequest {
 
 struct EncodeStats {
   int64_t images = 0, patches = 0;  // that are here and not done yet
-  int64_t encoded = 0;              // images, since the start
+  int64_t waiting = 0;              // images, of these, that are not being encoded yet
+  int64_t encoded = 0;              // since the start
   double busy_s = 0;
   WorkCount work;  // images whose encoding was replayed or launched
 };

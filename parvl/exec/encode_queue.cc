@@ -37,6 +37,11 @@ void EncodeQueue::cancel(int64_t id) {
   thread_.submit([this] { work(); });
 }
 
+int64_t EncodeQueue::waiting() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(items_.size());
+}
+
 // Those that wait, as many as belong into one batch.
 void EncodeQueue::work() {
   std::vector<Item> cancelled, batch;

@@ -51,6 +51,8 @@ class EncodeQueue {
   void submit(Item item);
   // Any thread. One that waits ends with Cancelled, before the next ones begin; no effect on others.
   void cancel(int64_t id);
+  // Any thread. Items that no batch has taken yet.
+  int64_t waiting() const;
 
  private:
   struct Encoded {
@@ -67,7 +69,7 @@ class EncodeQueue {
   const Clock& clock_;
   const EngineHooks hooks_;
   std::unique_ptr<EncoderGraphs> graphs_;  // the thread's
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::deque<Item> items_;  // that no job has taken yet
   std::vector<Item> cancelled_;
   JobThread thread_;  // last: it uses all of the above until it is joined

@@ -2,6 +2,7 @@
 
 #include <absl/container/flat_hash_map.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -76,7 +77,9 @@ class TorchEncodeEngine : public EncodeEngine {
 
   EncodeStats stats() const override {
     std::lock_guard lock(mutex_);
-    return stats_;
+    EncodeStats stats = stats_;
+    stats.waiting = std::min(stats.images, queue_->waiting());
+    return stats;
   }
 
  private:

@@ -202,6 +202,7 @@ absl::Status read_the_rest(ConfigReader& root, Allocation& out) {
   PARVL_RETURN_IF_ERROR(slo.finish());
   ConfigReader admin = root.section("admin");
   admin.integer("port", out.admin_port, 0, 65535);
+  admin.text("host", out.admin_host);
   ConfigReader tokens = admin.section("tokens");
   for (const char* role : {"viewer", "operator", "approver"}) {
     if (tokens.has(role)) tokens.text(role, out.admin_tokens[role]);

@@ -74,6 +74,7 @@ struct Allocation {
   std::array<QueueRules, kQueueNames.size()> queues;
   double ttft_ms = 0, tpot_ms = 0;                  // the SLO; 0: none
   int64_t admin_port = 0;                           // 0: any
+  std::string admin_host = "127.0.0.1";             // the address that it listens on
   std::map<std::string, std::string> admin_tokens;  // by role; secrets
   RolloutRules rollout;
   std::string file;

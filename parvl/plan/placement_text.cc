@@ -59,15 +59,16 @@ Json placement_json(const Allocation& allocation, const PlacementPlan& plan,
   }
   for (const auto& [role, token] : allocation.admin_tokens) tokens.push_back(role);
   const RolloutRules& rollout = allocation.rollout;
-  return {{"pools", std::move(pools)},
-          {"scheduler", scheduler_json(allocation.scheduler)},
-          {"queues", std::move(queues)},
-          {"slo", {{"ttft_ms", allocation.ttft_ms}, {"tpot_ms", allocation.tpot_ms}}},
-          {"admin", {{"port", allocation.admin_port}, {"tokens_for", std::move(tokens)}}},
-          {"rollout",
-           {{"canary_share", rollout.canary_share},
-            {"window_seconds", rollout.window_seconds},
-            {"rollback_on", rollout.rollback_on}}}};
+  return {
+      {"pools", std::move(pools)},
+      {"scheduler", scheduler_json(allocation.scheduler)},
+      {"queues", std::move(queues)},
+      {"slo", {{"ttft_ms", allocation.ttft_ms}, {"tpot_ms", allocation.tpot_ms}}},
+      {"admin", {{"host", allocation.admin_host}, {"port", allocation.admin_port}, {"tokens_for", std::move(tokens)}}},
+      {"rollout",
+       {{"canary_share", rollout.canary_share},
+        {"window_seconds", rollout.window_seconds},
+        {"rollback_on", rollout.rollback_on}}}};
 }
 
 }  // namespace parvl

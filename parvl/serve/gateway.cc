@@ -1,17 +1,15 @@
 #include "parvl/serve/gateway.h"
 
 #include <absl/strings/ascii.h>
-#include <absl/strings/match.h>
 #include <absl/strings/str_split.h>
-#include <openssl/crypto.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "parvl/base/file.h"
 #include "parvl/base/log.h"
 #include "parvl/base/text.h"
 #include "parvl/serve/api_error.h"
+#include "parvl/serve/fleet_status.h"
 #include "parvl/serve/serve_request.h"
 #include "parvl/serve/tokenize.h"
 
@@ -89,9 +87,8 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       pool_(kPoolThreads),
       fetch_pool_(kFetchThreads),
       grammar_pool_(1),
-      created_(clock.wall_ns() / 1'000'000'000) {
-  for (const std::string& key : options.api_keys) key_hashes_.push_back(sha256_hex(key));
-}
+      created_(clock.wall_ns() / 1'000'000'000),
+      keys_(options.api_keys) {}
 
 Gateway::~Gateway() = default;
 
@@ -109,17 +106,14 @@ std::string Gateway::random_hex() {
   return absl::StrCat(absl::Hex(rng_.next(), absl::kZeroPad16), absl::Hex(rng_.next(), absl::kZeroPad16));
 }
 
-// Hashes have one length, and their comparison takes one time, whatever the client sent.
 absl::Status Gateway::check_key(const HttpConnection& connection) const {
-  if (key_hashes_.empty() || is_probe(connection.path())) return absl::OkStatus();
+  if (keys_.empty() || is_probe(connection.path())) return absl::OkStatus();
   const std::string_view header = connection.header("Authorization");
-  const bool bearer = header.size() > 7 && absl::EqualsIgnoreCase(std::string(header.substr(0, 7)), "Bearer ");
-  const std::string hash = sha256_hex(bearer ? header.substr(7) : std::string_view());
-  bool known = false;
-  for (const std::string& key : key_hashes_) known |= CRYPTO_memcmp(hash.data(), key.data(), hash.size()) == 0;
-  if (bearer && known) return absl::OkStatus();
-  return api_error(401, bearer ? "the API key is not valid" : "an API key is needed: `Authorization: Bearer KEY`",
-                   "invalid_api_key");
+  if (keys_.find(header).has_value()) return absl::OkStatus();
+  return api_error(
+      401,
+      BearerKeys::is_bearer(header) ? "the API key is not valid" : "an API key is needed: `Authorization: Bearer KEY`",
+      "invalid_api_key");
 }
 
 absl::Status Gateway::accepts() const {
@@ -212,6 +206,7 @@ asio::awaitable<void> Gateway::reply_metrics(HttpConnection& connection) {
     metrics_.waiting(static_cast<QueueKind>(i), admission_.waiting(static_cast<QueueKind>(i)));
   }
   std::string text = metrics_.text(stats, static_cast<int64_t>(admission_.in_line()), health().ok());
+  if (options_.fleet != nullptr) text += fleet_metrics(options_.fleet->pools(), options_.fleet->instances());
   HttpConnection::Headers headers;
   headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8";
   co_await connection.reply(200, std::move(text), std::move(headers));

@@ -13,6 +13,7 @@
 #include "parvl/exec/engine.h"
 #include "parvl/serve/admission.h"
 #include "parvl/serve/async.h"
+#include "parvl/serve/bearer_keys.h"
 #include "parvl/serve/http_connection.h"
 #include "parvl/serve/metrics.h"
 #include "parvl/serve/openai_request.h"
@@ -53,6 +54,8 @@ class Gateway : public HttpHandler {
   void stop();
 
   State state() const { return state_; }
+  // accepts requests, all instances' pools serve, and the last generation did not fail
+  absl::Status health() const;
   size_t active() const { return active_.size(); }
 
   // For serve_request.cc and tokenize.cc; what is const is for pool threads too.
@@ -97,7 +100,6 @@ class Gateway : public HttpHandler {
   absl::Status check_method(const HttpConnection& connection) const;
   absl::Status accepts() const;  // requests: the model is loaded, has somewhere to run, and nobody shuts down
   void set_limits();
-  absl::Status health() const;  // accepts(), all instances' pools serve, and the last generation did not fail
   Json model_card(const std::string& name) const;
   asio::awaitable<void> reply_health(HttpConnection& connection);
   asio::awaitable<void> reply_models(HttpConnection& connection);
@@ -118,7 +120,7 @@ class Gateway : public HttpHandler {
   std::string failure_;  // why the last generation failed, or ""
   std::list<Wakeup*> active_;
   std::function<void()> when_idle_;
-  std::vector<std::string> key_hashes_;
+  const BearerKeys keys_;
   std::set<std::string> warned_fields_;
 };
 

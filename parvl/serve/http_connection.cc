@@ -207,6 +207,7 @@ void HttpConnection::start_request() {
   parser_->header_limit(static_cast<std::uint32_t>(shared_.limits.header_bytes));
   parser_->body_limit(boost::none);  // ours is checked in read_body, after the key
   path_.clear();
+  query_.clear();
   trace_.reset();
   request_id_ = shared_.handler.new_request_id();
   keep_alive_ = chunked_ = gone_ = watch_wanted_ = false;
@@ -216,6 +217,7 @@ void HttpConnection::start_request() {
 absl::Status HttpConnection::take_header() {
   const auto target = parser_->get().target();
   path_ = path_of({target.data(), target.size()});
+  if (const size_t mark = target.find('?'); mark != target.npos) query_ = std::string(target.substr(mark + 1));
   keep_alive_ = parser_->get().keep_alive();
   if (const std::string_view id = header("X-Request-Id"); usable_request_id(id)) request_id_ = std::string(id);
   trace_ = parse_traceparent(header("traceparent"));

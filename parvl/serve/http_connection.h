@@ -20,7 +20,6 @@
 #include "parvl/serve/trace_context.h"
 
 namespace parvl {
-
 namespace beast = boost::beast;
 namespace http = boost::beast::http;
 
@@ -82,6 +81,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   // The request that is being answered.
   http::verb method() const { return parser_->get().method(); }
   std::string_view path() const { return path_; }
+  std::string_view query() const { return query_; }      // what follows its '?'; "": nothing
   std::string_view header(std::string_view name) const;  // "" when absent
   // The body; it is gone from here afterwards, but still counted as held until the request is over.
   std::string take_body() { return std::move(parser_->get().body()); }
@@ -131,7 +131,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   Deadline body_total_;  // of all reads of a body
   beast::flat_buffer buffer_;
   std::optional<http::request_parser<http::string_body>> parser_;
-  std::string path_, request_id_;
+  std::string path_, query_, request_id_;
   std::optional<TraceContext> trace_;
   double arrival_ = 0, received_s_ = 0;
   size_t held_body_ = 0;

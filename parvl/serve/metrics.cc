@@ -237,6 +237,7 @@ void RequestTimer::token(size_t choice, int64_t prompt_tokens, double at_s) {
   const auto [place, first] = tokens_.try_emplace(choice, at_s);
   if (first) {
     metrics_.first_token(at_s - arrival_, prompt_tokens);
+    metrics_.recent().ttft_s.add(at_s, at_s - arrival_);
   } else {
     metrics_.later_token(at_s - std::exchange(place->second, at_s));
   }
@@ -252,6 +253,7 @@ void RequestTimer::ended(const absl::StatusOr<GenerateResult>& result) {
   if (!result.ok()) return;
   StageSeconds stages = stages_;
   const double later_tokens = static_cast<double>(std::max<size_t>(result->token_ids.size(), 1) - 1);
+  if (later_tokens > 0) metrics_.recent().tpot_s.add(clock_.now_seconds(), result->tpot_ms * 1e-3);
   stages[static_cast<size_t>(Stage::kQueue)] += result->queue_ms * 1e-3;
   stages[static_cast<size_t>(Stage::kEncode)] = result->encode_ms * 1e-3;
   stages[static_cast<size_t>(Stage::kPrefill)] = result->prefill_ms * 1e-3;

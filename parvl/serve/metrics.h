@@ -13,6 +13,7 @@
 #include "parvl/base/timeline.h"
 #include "parvl/exec/engine.h"
 #include "parvl/serve/admission.h"
+#include "parvl/serve/recent.h"
 
 namespace prometheus {
 class Counter;
@@ -57,6 +58,12 @@ class Metrics {
   // pool can serve.
   std::string text(const EngineStats& stats, int64_t queued, bool healthy = true);
 
+  // The last requests' times to the first token, and times a token after it.
+  struct Recent {
+    RecentValues ttft_s, tpot_s;
+  };
+  Recent& recent() { return recent_; }
+
  private:
   // The same metric under both names.
   template <typename Metric>
@@ -72,6 +79,7 @@ class Metrics {
   Twin<prometheus::Counter> counter(const Name& name);
   Twin<prometheus::Gauge> gauge(const Name& name);
   prometheus::Counter& responses(int http_status);
+  Recent recent_;
   std::map<std::string, std::string> own_labels_, vllm_labels_;
   std::unique_ptr<prometheus::Registry> registry_;
   Twin<prometheus::Histogram> first_token_, inter_token_, e2e_, queue_, prefill_, decode_;

@@ -3,7 +3,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +13,8 @@
 #include "parvl/media/image_source.h"
 
 namespace parvl {
+
+class FleetView;
 
 struct HttpLimits {
   size_t header_bytes = 16u << 10;
@@ -47,6 +51,14 @@ struct MediaPolicy {
 
 constexpr int64_t kQueueTokens = 16;
 
+// The admin port: status, the dashboard, operations.
+struct AdminOptions {
+  std::string host = "127.0.0.1";
+  int port = 0;                               // 0: any free one
+  std::map<std::string, std::string> tokens;  // by role: viewer, operator, approver; empty: none is asked for
+  double window_s = 10;                       // that latencies and busy shares are of
+};
+
 struct ServeOptions {
   std::string host = "127.0.0.1";
   int port = 8000;                        // 0: any free one
@@ -65,7 +77,9 @@ struct ServeOptions {
   bool log_requests = false;  // a line a request, without its content
   // Where requests are shown, and what /start_profile and /stop_profile start and stop; null: there are no such routes.
   std::shared_ptr<Timeline> timeline;
-  int stop_descriptor = -1;  // readable: shut down (StopSignal::descriptor()); not owned
+  std::shared_ptr<FleetView> fleet;   // what runs behind the server; null: this process alone
+  std::optional<AdminOptions> admin;  // none: no such port; only with a fleet
+  int stop_descriptor = -1;           // readable: shut down (StopSignal::descriptor()); not owned
 };
 
 }  // namespace parvl

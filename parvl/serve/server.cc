@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "parvl/base/log.h"
+#include "parvl/serve/admin.h"
 #include "parvl/serve/api_error.h"
 #include "parvl/serve/gateway.h"
 #include "parvl/serve/http_connection.h"
@@ -32,11 +33,21 @@ constexpr milliseconds kAcceptPause{100};  // after a failed accept (no free des
 constexpr milliseconds kLastWords{1000};   // for requests that were cut to say so; at most half of the time-out
 constexpr milliseconds kLastFlush{50};     // for answers under way once nothing is left to do
 
+// Where clients come in: one for the API, and one for operators.
+struct Listener {
+  HttpShared shared;
+  const char* limit_name;  // what raises the limit of connections
+  std::optional<tcp::acceptor> acceptor = std::nullopt;
+};
+
 // Answers a connection that is one too many, without waiting for anything.
-void turn_away(tcp::socket socket, size_t limit, const std::string& request_id) {
-  const std::string body = error_body(
-      api_error(503, absl::StrCat("the server has ", limit, " connections open, the most it takes (--max-connections)"),
-                kRefusalNames[static_cast<size_t>(Refusal::kTooManyConnections)]));
+void turn_away(tcp::socket socket, const Listener& listener) {
+  const std::string request_id = listener.shared.handler.new_request_id();
+  const std::string body =
+      error_body(api_error(503,
+                           absl::StrCat("the server has ", listener.shared.limits.connections,
+                                        " connections open, the most it takes", listener.limit_name),
+                           kRefusalNames[static_cast<size_t>(Refusal::kTooManyConnections)]));
   const std::string reply = absl::StrCat("HTTP/1.1 503 Service Unavailable\r\nX-Request-Id: ", request_id,
                                          "\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json",
                                          "\r\nContent-Length: ", body.size(), "\r\n\r\n", body);
@@ -79,6 +90,34 @@ absl::Status check_options(const ServeOptions& options) {
   return absl::OkStatus();
 }
 
+struct FlagNames {
+  const char *host, *port;
+};
+
+absl::StatusOr<tcp::acceptor> open_acceptor(asio::io_context& io, const std::string& host, int port,
+                                            const FlagNames& flags) {
+  boost::system::error_code error;
+  tcp::resolver resolver(io);
+  const auto found =
+      resolver.resolve(host, std::to_string(port), tcp::resolver::passive | tcp::resolver::numeric_service, error);
+  if (error || found.empty())
+    return invalid(flags.host, " ", host, " is no address of this machine: ", error.message());
+  const tcp::endpoint endpoint = found.begin()->endpoint();
+  tcp::acceptor acceptor(io);
+  acceptor.open(endpoint.protocol(), error);
+  if (!error) acceptor.set_option(tcp::acceptor::reuse_address(true), error);
+  if (!error) acceptor.bind(endpoint, error);
+  if (!error) acceptor.listen(asio::socket_base::max_listen_connections, error);
+  if (!error) return acceptor;
+  return failed("cannot listen on ", host, ":", port, ": ", error.message(), "; choose another ", flags.host, " or ",
+                flags.port);
+}
+
+std::string url_of(const std::string& host, const tcp::acceptor& acceptor) {
+  const bool v6 = host.find(':') != std::string::npos;
+  return absl::StrCat("http://", v6 ? "[" + host + "]" : host, ":", acceptor.local_endpoint().port());
+}
+
 // Between the loader's thread and the io thread; outlives whichever is slower.
 struct Loading {
   std::mutex mutex;
@@ -96,18 +135,23 @@ struct Server::Impl {
       : options(std::move(given)),
         io(std::make_unique<asio::io_context>(1)),
         gateway(*io, options, clock),
-        shared{*io, options.http, gateway, clock} {}
+        api{{*io, options.http, gateway, clock}, " (--max-connections)"} {
+    if (!options.admin.has_value()) return;
+    admin = std::make_unique<Admin>(*io, gateway, clock);
+    operators.emplace(Listener{{*io, admin_limits(), *admin, clock}, " of operators"});
+  }
 
   ~Impl() {
     gateway.stop();
     stop_signal.reset();
     deadline.reset();
-    acceptor.reset();
+    api.acceptor.reset();
+    if (operators.has_value()) operators->acceptor.reset();
     io.reset();
   }
 
-  absl::Status open_acceptor();
-  asio::awaitable<void> accept_loop();
+  absl::Status listen();
+  asio::awaitable<void> accept_loop(Listener& listener);
   void start_loading(const Loader& load, const std::function<void()>& on_ready);
   void loading_done(const std::function<void()>& on_ready);
   void watch_stop_descriptor();
@@ -117,8 +161,9 @@ struct Server::Impl {
   ServeOptions options;
   std::unique_ptr<asio::io_context> io;
   Gateway gateway;
-  HttpShared shared;
-  std::optional<tcp::acceptor> acceptor;
+  std::unique_ptr<Admin> admin;
+  Listener api;
+  std::optional<Listener> operators;
   std::optional<asio::steady_timer> deadline;
   std::optional<asio::posix::stream_descriptor> stop_signal;
   std::shared_ptr<Loading> loading = std::make_shared<Loading>();
@@ -128,27 +173,18 @@ struct Server::Impl {
   absl::Status result;
 };
 
-absl::Status Server::Impl::open_acceptor() {
-  boost::system::error_code error;
-  tcp::resolver resolver(*io);
-  const auto found = resolver.resolve(options.host, std::to_string(options.port),
-                                      tcp::resolver::passive | tcp::resolver::numeric_service, error);
-  if (error || found.empty())
-    return invalid("--host ", options.host, " is no address of this machine: ", error.message());
-  const tcp::endpoint endpoint = found.begin()->endpoint();
-  acceptor.emplace(*io);
-  acceptor->open(endpoint.protocol(), error);
-  if (!error) acceptor->set_option(tcp::acceptor::reuse_address(true), error);
-  if (!error) acceptor->bind(endpoint, error);
-  if (!error) acceptor->listen(asio::socket_base::max_listen_connections, error);
-  if (!error) return absl::OkStatus();
-  return failed("cannot listen on ", options.host, ":", options.port, ": ", error.message(),
-                "; choose another --host or --port");
+absl::Status Server::Impl::listen() {
+  PARVL_ASSIGN_OR_RETURN(api.acceptor, open_acceptor(*io, options.host, options.port, {"--host", "--port"}));
+  if (!operators.has_value()) return absl::OkStatus();
+  const AdminOptions& given = *options.admin;
+  PARVL_ASSIGN_OR_RETURN(operators->acceptor, open_acceptor(*io, given.host, given.port, {"admin.host", "admin.port"}));
+  if (!given.tokens.empty() || operators->acceptor->local_endpoint().address().is_loopback()) return absl::OkStatus();
+  return invalid("admin.host ", given.host, " can be reached from other machines; give admin.tokens, or leave it out");
 }
 
-asio::awaitable<void> Server::Impl::accept_loop() {
+asio::awaitable<void> Server::Impl::accept_loop(Listener& listener) {
   for (;;) {
-    auto [error, socket] = co_await acceptor->async_accept(kAwait);
+    auto [error, socket] = co_await listener.acceptor->async_accept(kAwait);
     if (error == asio::error::operation_aborted) co_return;
     if (error) {
       log_warning("cannot accept a connection: ", error.message());
@@ -156,14 +192,14 @@ asio::awaitable<void> Server::Impl::accept_loop() {
       co_await pause.async_wait(kAwait);
       continue;
     }
-    if (shared.connections >= options.http.connections) {
-      gateway.metrics().refused(Refusal::kTooManyConnections);
-      turn_away(std::move(socket), options.http.connections, gateway.new_request_id());
+    if (listener.shared.connections >= listener.shared.limits.connections) {
+      if (&listener == &api) gateway.metrics().refused(Refusal::kTooManyConnections);
+      turn_away(std::move(socket), listener);
       continue;
     }
     boost::system::error_code ignored;
     socket.set_option(tcp::no_delay(true), ignored);
-    auto connection = std::make_shared<HttpConnection>(shared, std::move(socket));
+    auto connection = std::make_shared<HttpConnection>(listener.shared, std::move(socket));
     asio::co_spawn(*io, connection->run(), asio::detached);
   }
 }
@@ -232,19 +268,19 @@ absl::StatusOr<std::unique_ptr<Server>> Server::listen(ServeOptions options, con
     PARVL_ASSIGN_OR_RETURN(options.media.local_path, resolve_media_folder(options.media.local_path));
   }
   auto impl = std::make_unique<Impl>(std::move(options), clock);
-  PARVL_RETURN_IF_ERROR(impl->open_acceptor());
+  PARVL_RETURN_IF_ERROR(impl->listen());
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Server::~Server() = default;
 
-int Server::port() const { return impl_->acceptor->local_endpoint().port(); }
+int Server::port() const { return impl_->api.acceptor->local_endpoint().port(); }
 
-std::string Server::url() const {
-  const std::string& host = impl_->options.host;
-  const bool v6 = host.find(':') != std::string::npos;
-  return absl::StrCat("http://", v6 ? "[" + host + "]" : host, ":", port());
+std::string Server::url() const { return url_of(impl_->options.host, *impl_->api.acceptor); }
+
+std::string Server::admin_url() const {
+  return impl_->operators.has_value() ? url_of(impl_->options.admin->host, *impl_->operators->acceptor) : "";
 }
 
 absl::Status Server::run(const Loader& load, const std::function<void()>& on_ready) {
@@ -252,7 +288,11 @@ absl::Status Server::run(const Loader& load, const std::function<void()>& on_rea
   impl.deadline.emplace(*impl.io);
   impl.watch_stop_descriptor();
   impl.start_loading(load, on_ready);
-  asio::co_spawn(*impl.io, impl.accept_loop(), asio::detached);
+  asio::co_spawn(*impl.io, impl.accept_loop(impl.api), asio::detached);
+  if (impl.operators.has_value()) {
+    asio::co_spawn(*impl.io, impl.accept_loop(*impl.operators), asio::detached);
+    asio::co_spawn(*impl.io, impl.admin->watch_fleet(), asio::detached);
+  }
   impl.io->run();
   {
     std::lock_guard lock(impl.loading->mutex);

@@ -22,7 +22,8 @@ class Server {
   ~Server();
 
   int port() const;
-  std::string url() const;  // http://HOST:PORT
+  std::string url() const;        // http://HOST:PORT
+  std::string admin_url() const;  // likewise, of the admin port; "": there is none
   // Requests past admission and not yet over. Any thread.
   size_t admitted() const;
 

@@ -68,6 +68,7 @@ class Server:
             if select.select([self.process.stdout], [], [], 0.5)[0]:
                 line = self.process.stdout.readline()
                 if line.startswith("parvl ready "):
+                    self.ready_line = line
                     return line.split()[2]
                 if not line:
                     break

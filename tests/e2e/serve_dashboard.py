@@ -9,7 +9,8 @@ import unittest
 
 import yaml
 
-from serve_common import ROOT, Server, ask, data_uri, need_model, png
+from pool_server import PoolServer
+from serve_common import ROOT, ask, data_uri, need_model, png
 
 PROMTOOL = pathlib.Path(os.environ.get("PROMTOOL", ROOT / ".deps" / "promtool" / "promtool"))
 RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
@@ -117,7 +118,7 @@ class Dashboard(unittest.TestCase):
     def setUpClass(cls):
         need_model()
         cls.dashboard = json.loads(DASHBOARD.read_text())
-        with Server("--api-key", "key", "--queue-timeout", "1") as server:
+        with PoolServer("--api-key", "key", "--queue-timeout", "1") as server:
             for body in ({"messages": ask("what color?", data_uri(png())), "max_tokens": 3}, {"messages": 5}):
                 server.request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer key"})
             cls.metrics = shown(server.request("GET", "/metrics", headers={"Authorization": "Bearer key"})[2])

@@ -84,6 +84,7 @@ absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions opt
           id, {.kind = InstanceEvent::Kind::kExited, .at_s = self->now(), .epoch = epoch, .reason = how}));
     });
   });
+  if (engine->options_.watch) engine->options_.watch(self);
   engine->post([self] { self->act(self->fleet_.start(self->now())); });
   engine->thread_ = std::thread([self] { self->loop(); });
   PARVL_RETURN_IF_ERROR(engine->wait_ready());
@@ -91,6 +92,7 @@ absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions opt
 }
 
 FleetEngine::~FleetEngine() {
+  if (options_.watch) options_.watch(nullptr);
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -157,6 +159,7 @@ void FleetEngine::publish() {
     status.pid = link.pid;
     status.device = link.device;
     status.waiting = link.counts.waiting;
+    status.stats = link.counts;
     status.refusal = link.refusal;
     add(next.stats, link.counts);
     add_held(next.stats, link.counts);

@@ -34,6 +34,8 @@ class Said;
 class Token;
 }  // namespace wire
 
+class FleetEngine;
+
 struct FleetOptions {
   FleetSettings fleet;
   std::string model_dir;
@@ -42,6 +44,8 @@ struct FleetOptions {
   std::string token;                         // of this run; whoever shows it is an instance
   int64_t pixel_bytes = int64_t{1} << 30;    // of memory in which images wait for their instances to fetch them
   int64_t feature_bytes = int64_t{1} << 30;  // likewise encoder output, on each instance that encodes
+  // Told of the engine before its instances start, and of nullptr before it goes. May be null.
+  std::function<void(FleetEngine*)> watch;
 };
 
 class FleetEngine : public Engine {

@@ -6,6 +6,7 @@
 
 #include "parvl/base/status.h"
 #include "parvl/elastic/fleet.h"
+#include "parvl/exec/engine.h"
 
 namespace parvl {
 
@@ -13,6 +14,7 @@ struct InstanceStatus : InstanceView {
   int64_t pid = 0;  // 0: none yet
   std::string device;
   int64_t waiting = 0;   // of its engine
+  EngineStats stats;     // of its engine, since the start of this epoch
   absl::Status refusal;  // why it would not take on its modules, when it would not
 };
 

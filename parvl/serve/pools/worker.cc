@@ -145,7 +145,8 @@ class Worker {
     if (encodes_ != nullptr) {
       const EncodeStats stats = encodes_->engine().stats();
       EngineStats as_engine;
-      as_engine.running = stats.images;
+      as_engine.running = stats.images - stats.waiting;
+      as_engine.waiting = stats.waiting;
       as_engine.encoder_busy_s = stats.busy_s;
       as_engine.work[static_cast<size_t>(WorkKind::kEncode)] = stats.work;
       write_stats(as_engine, counts);
