@@ -17,6 +17,11 @@
 #include "parvl/launch/child_process.h"
 
 namespace parvl {
+namespace {
+
+constexpr int kLastWait_ms = 3000;  // for a process to be gone after SIGKILL, when nobody will hear of it any more
+
+}  // namespace
 
 class Children::Impl {
  public:
@@ -71,8 +76,7 @@ class Children::Impl {
     }
     for (const Order& order : orders) {
       if (order.stop) {
-        for (const auto& [key, child] : children_) kill_group(child);
-        while (!children_.empty()) reap(children_.begin()->first);
+        end_all();
         return false;
       }
       if (order.command.has_value()) {
@@ -88,6 +92,20 @@ class Children::Impl {
     const auto child = start_child(command);
     if (!child.ok()) return on_exit_(key, std::string(child.status().message()));
     PARVL_CHECK(children_.emplace(key, *child).second, "a process's key that is in use");
+  }
+
+  // A process that the kernel cannot end now (it waits for a device, or a debugger holds it) is left to it.
+  void end_all() {
+    for (const auto& [key, child] : children_) kill_group(child);
+    while (!children_.empty()) {
+      const auto first = children_.begin();
+      pollfd wait = {first->second.descriptor, POLLIN, 0};
+      if (::poll(&wait, 1, kLastWait_ms) > 0) {
+        reap(first->first);
+      } else {
+        children_.erase(first);
+      }
+    }
   }
 
   static void kill_group(const ChildProcess& child) {

@@ -27,7 +27,7 @@ class Children {
   using OnExit = std::function<void(Key, const std::string& how)>;
 
   explicit Children(OnExit on_exit);
-  // Kills what still runs and waits for it, without telling.
+  // Kills what still runs and waits for its end, a few seconds at most, without telling.
   ~Children();
 
   // Returns at once. `key` must not have been used before.

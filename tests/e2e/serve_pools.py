@@ -1,5 +1,6 @@
 """Instances in processes of their own: what they answer, and what becomes of requests when one dies, stops or hangs."""
 # slow
+import ctypes
 import http.client
 import json
 import os
@@ -169,6 +170,18 @@ KINDS = {"sampled": LONG,
                     "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "array", "items": COLOR, "minItems": 30}}}}}
 
 
+def hang_busiest_thread(pid):
+    """Stops the one thread of the process that has computed most, until the process is killed; its number, or None where that is not allowed."""
+    seize, interrupt = 0x4206, 0x4207  # PTRACE_*
+    folder = pathlib.Path(f"/proc/{pid}/task")
+    def ticks(task):
+        return int((task / "stat").read_text().rsplit(")", 1)[1].split()[11])
+    thread = int(max(folder.iterdir(), key=ticks).name)
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    return thread if ptrace(seize, thread, None, None) == 0 and ptrace(interrupt, thread, None, None) == 0 else None
+
+
 class SeparatePools(unittest.TestCase):
     """Two encode instances and three that generate."""
 
@@ -227,6 +240,24 @@ class SeparatePools(unittest.TestCase):
         number, got = self.moved_answer("sampled", 5, signal.SIGSTOP)
         self.assert_same(got, self.want["sampled"])
         self.assertRegex(got.usage["ran_on"]["llm_backbone"], rf"^instance {number}, then \d of llm-pool$")
+        self.server.wait_all_ready()
+
+    def test_a_step_that_hangs_is_found_although_its_process_speaks(self):
+        holder = Answer(self.server, self.picture, **{**LONG, "max_tokens": 200}).read_all().usage["ran_on"]["llm_backbone"]
+        number = int(re.search(r"instance (\d+)", holder).group(1))
+        fields = {**LONG, "max_tokens": 800}
+        want = Answer(self.server, self.picture, **fields).read_all()
+        answer = Answer(self.server, self.picture, **fields).read_until(5)
+        thread = hang_busiest_thread(self.server.instances()[number][1])
+        got = answer.read_all()
+        if thread is None:
+            self.skipTest("a thread of another process cannot be stopped here (ptrace is not allowed)")
+        all_threads = 0x40000000  # __WALL
+        while os.WIFSTOPPED(os.waitpid(thread, all_threads)[1]):
+            pass  # whoever holds a thread must hear of its end, or its process stays
+        self.assert_same(got, want)
+        self.assertRegex(got.usage["ran_on"]["llm_backbone"], rf"^instance {number}, then \d of llm-pool$")
+        self.assertIn(f"instance {number} of llm-pool failed (a step took too long)", "".join(self.server.errors))
         self.server.wait_all_ready()
 
     def test_an_image_is_encoded_elsewhere_when_its_encoder_is_stopped(self):
