@@ -260,7 +260,7 @@ absl::Status CallWatch::look_at_store() {
   } else if (asking_since_ns_ < 0) {
     asking_since_ns_ = now();
     next_question_ns_ = now();
-    for (int64_t rank = 0; rank < world_; ++rank) heard_[rank] = {heard_[rank].number, now(), 0};
+    for (int64_t rank = 0; rank < world_; ++rank) heard_[rank] = {heard_[rank].number, now(), 0, heard_[rank].has_left};
   }
   const bool due = stuck && now() >= next_question_ns_;
   PARVL_RETURN_IF_ERROR(ask(due, question));
@@ -309,12 +309,12 @@ absl::Status CallWatch::read_reports() {
     PARVL_ASSIGN_OR_RETURN(const std::optional<std::string> text, store_->look(key_of(rank)));
     if (text.has_value()) {
       PARVL_ASSIGN_OR_RETURN(RankReport report, parse_report(*text));
-      if (report.number != heard.number) heard = {report.number, now(), heard.answers + 1};
+      if (report.number != heard.number) heard = {report.number, now(), heard.answers + 1, report.has_left};
       std::lock_guard lock(mutex_);
       reports_[rank] = std::move(report);
     }
     // The first may be older than the question.
-    all_answered = all_answered && (heard.answers > 1 || reports_[rank].has_left);
+    all_answered = all_answered && (heard.answers > 1 || heard.has_left);
   }
   std::lock_guard lock(mutex_);
   answered_ = all_answered;

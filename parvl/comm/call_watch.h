@@ -99,6 +99,7 @@ class CallWatch {
     int64_t number = -1;
     int64_t since_ns = 0;  // when it was first read; or when we began to ask
     int answers = 0;       // new ones since then
+    bool has_left = false;
   };
 
   absl::Status look_at_store();

@@ -41,11 +41,11 @@ class CallWatchTest : public testing::Test {
  protected:
   static constexpr int64_t kSize = 3;
   struct Rank {
-    std::unique_ptr<CallWatch> watch;
     size_t g = 0, h = 0;
     std::vector<std::string> ended;  // what its groups were ended with
     absl::Status found, stuck;
     std::string calls;
+    std::unique_ptr<CallWatch> watch;  // last: it may tell of a finding while it ends
   };
 
   void start(CheckOptions options = {}) {
@@ -159,6 +159,7 @@ TEST_F(CallWatchTest, AStoppedRankIsNamedAsSoonAsTheOptionsSay) {
   for (const size_t r : {0, 2}) call(r, all_reduce(1));
   EXPECT_LT(beat(100, /*stopped=*/1), 5);
   EXPECT_THAT(watch(0).ended().message(), HasSubstr("rank 1 has given no sign of life for 2 s"));
+  EXPECT_THAT(ranks_[0].calls, HasSubstr("rank 1: nothing was heard of it"));
 }
 
 TEST_F(CallWatchTest, AStoreThatIsGoneIsNamed) {

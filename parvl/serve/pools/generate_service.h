@@ -57,7 +57,8 @@ class GenerateService {
   std::mutex mutex_;
   absl::flat_hash_map<Attempt, Live> live_;
   std::unique_ptr<Engine> engine_;
-  JobThread fetcher_, compiler_;  // seconds each, at worst: so that no other command waits for them
+  // Seconds for each job, at worst: so that no other command waits. The fetcher goes first: it hands on to the other.
+  JobThread compiler_, fetcher_;
 };
 
 }  // namespace parvl
