@@ -74,7 +74,7 @@ LoadRequest load_request(const TraceRequest& request) {
 }
 
 // What is sent, and when.
-absl::Status make_plan(const BenchFlags& flags, LoadOptions& out) {
+absl::Status make_plan(const BenchFlags& flags, LoadTestOptions& out) {
   std::vector<TraceRequest> trace;
   if (!flags.trace.empty()) {
     PARVL_ASSIGN_OR_RETURN(trace, read_trace(flags.trace));
@@ -142,7 +142,7 @@ void print_report(const BenchFlags& flags, const LoadResult& result, const LoadR
 absl::Status run_bench(const BenchFlags& flags, const Context& context) {
   PARVL_RETURN_IF_ERROR(check_flags(flags));
   const StopSignal signal;
-  LoadOptions options;
+  LoadTestOptions options;
   PARVL_ASSIGN_OR_RETURN(options.http.target, parse_target(flags.target));
   PARVL_RETURN_IF_ERROR(make_plan(flags, options));
   options.http.api_key = flags.api_key;

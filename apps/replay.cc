@@ -7,6 +7,7 @@
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/base/text.h"
+#include "parvl/elastic/fleet_record.h"
 #include "parvl/sched/record.h"
 
 namespace parvl {
@@ -19,7 +20,7 @@ struct ReplayFlags {
 
 absl::Status run_replay(const ReplayFlags& flags) {
   PARVL_ASSIGN_OR_RETURN(const std::string record, read_file(flags.file, size_t{16} << 30));
-  const absl::StatusOr<ReplayReport> report = replay(record);
+  const absl::StatusOr<ReplayReport> report = is_fleet_record(record) ? replay_fleet(record) : replay(record);
   if (!report.ok()) return with_context(report.status(), flags.file);
   const bool equal = report->differing_line == 0;
   if (flags.json) {

@@ -9,6 +9,7 @@
 #include "apps/local_instances.h"
 #include "parvl/base/log.h"
 #include "parvl/base/memory.h"
+#include "parvl/exec/record_file.h"
 #include "parvl/serve/pools/fleet_engine.h"
 
 namespace parvl {
@@ -104,6 +105,9 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   }
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
   options.model_dir = model_dir;
+  if (!engine.record_path.empty()) {
+    PARVL_ASSIGN_OR_RETURN(options.record, record_to(engine.record_path, engine.record_max_bytes));
+  }
   LoadOptions front = engine.load;
   front.startup = nullptr;  // a part of what comes before the instances are ready, not a phase
   PARVL_ASSIGN_OR_RETURN(options.front, load_front(model_dir, front));

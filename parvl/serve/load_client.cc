@@ -27,7 +27,7 @@ void rethrow(std::exception_ptr error) {
 
 class LoadRun {
  public:
-  LoadRun(LoadOptions options, const Clock& clock)
+  LoadRun(LoadTestOptions options, const Clock& clock)
       : options_(std::move(options)), clock_(clock), http_(io_, options_.http, clock) {}
 
   absl::StatusOr<LoadResult> run();
@@ -54,7 +54,7 @@ class LoadRun {
   bool ahead_is_full() const { return ahead_.size() >= kAheadRequests || ahead_bytes_ >= kAheadBytes; }
   double now_s() const { return clock_.now_seconds() - start_s_; }
 
-  LoadOptions options_;
+  LoadTestOptions options_;
   const Clock& clock_;
   asio::io_context io_{1};
   HttpClient http_;
@@ -300,7 +300,7 @@ void LoadRun::finish(LoadRecord& record, const ChatStream& stream, const HttpAns
 
 }  // namespace
 
-absl::StatusOr<LoadResult> run_load(LoadOptions options, const Clock& clock) {
+absl::StatusOr<LoadResult> run_load(LoadTestOptions options, const Clock& clock) {
   absl::StatusOr<LoadResult> result = absl::UnknownError("not run");
   PARVL_RETURN_IF_ERROR(catch_exceptions("the load test", [&] {
     LoadRun run(std::move(options), clock);

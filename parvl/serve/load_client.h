@@ -15,7 +15,7 @@
 
 namespace parvl {
 
-struct LoadOptions {
+struct LoadTestOptions {
   HttpClient::Options http;
   std::string model;                  // "": the first that the server lists
   std::vector<LoadRequest> requests;  // sent in turn, again from the first after the last
@@ -37,6 +37,6 @@ struct LoadResult {
 
 // Runs the test on the calling thread (and one more that makes requests). Tells on standard error how far it is. An
 // error is one of the questions before the test, the model's name say; what fails within it is in the records.
-absl::StatusOr<LoadResult> run_load(LoadOptions options, const Clock& clock);
+absl::StatusOr<LoadResult> run_load(LoadTestOptions options, const Clock& clock);
 
 }  // namespace parvl

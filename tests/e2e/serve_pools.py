@@ -8,12 +8,13 @@ import pathlib
 import random
 import re
 import signal
+import subprocess
 import tempfile
 import threading
 import time
 import unittest
 
-from serve_common import MODEL, Server, ask, data_uri, need_model, png
+from serve_common import PARVL, Server, ask, data_uri, need_model, png
 
 REPLICAS = """
 cluster:
@@ -188,11 +189,23 @@ class SeparatePools(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         need_model()
-        cls.server = Pools(POOLS, *SMALL)
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.record = pathlib.Path(cls.folder.name) / "record"
+        cls.addClassCleanup(cls.check_record)
+        cls.server = Pools(POOLS, *SMALL, "--record", str(cls.record))
         cls.addClassCleanup(cls.server.stop)
         with Server("--dtype", "float32") as one:
             cls.picture = ask("what is in the picture?", data_uri(png()))
             cls.want = {name: Answer(one, cls.picture, **fields).read_all() for name, fields in KINDS.items()}
+
+    @classmethod
+    def check_record(cls):
+        """Whatever these tests did to it: the same events give the same decisions again."""
+        replay = subprocess.run([PARVL, "replay", "--json", str(cls.record)], capture_output=True, text=True, timeout=120)
+        assert replay.returncode == 0, replay.stderr
+        report = json.loads(replay.stdout)
+        assert report["equal"] and report["decisions"] > 50, report
 
     def assert_same(self, got, want):
         self.assertEqual((got.error, got.done), (None, True))

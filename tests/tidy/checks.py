@@ -226,6 +226,26 @@ def whitespace(tree):
             yield f"{path}: does not end with a line break"
 
 
+TYPE = re.compile(r"^(?:struct|class|enum class|enum) (\w+)(?: final)?(?: : [^;{]*)? \{", re.MULTILINE)
+
+
+def duplicated_types(tree):
+    """Two types of one name in headers: whoever links both gets the constructor of one and the destructor of the other."""
+    seen = collections.defaultdict(set)
+    for path, text in tree.items():
+        if extension(path) == ".h" and path.startswith(("parvl/", "apps/")):
+            space = ""
+            for line in blank_out(text).split("\n"):
+                if line.startswith("namespace "):
+                    space = line.split()[1] if line.split()[1] != "{" else space
+                found = TYPE.match(line + "\n")
+                if found:
+                    seen[(space, found.group(1))].add(path)
+    for (_, name), paths in seen.items():
+        if len(paths) > 1:
+            yield f"{', '.join(sorted(paths))}: a type named {name} in each"
+
+
 def duplicated_names(tree):
     """Two files of one name in a room would confuse a reader of an error message or a stack trace."""
     seen = collections.defaultdict(list)

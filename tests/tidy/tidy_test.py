@@ -86,6 +86,9 @@ class House(unittest.TestCase):
     def test_names(self):
         self.none(checks.duplicated_names(self.tree))
 
+    def test_types(self):
+        self.none(checks.duplicated_types(self.tree))
+
     def test_machine_paths_and_hosts(self):
         self.none(checks.machine_words(self.tree))
 
@@ -108,6 +111,13 @@ class Checks(unittest.TestCase):
         self.assertEqual(len(problems), len(expected), problems)
         for part in expected:
             self.assertTrue(any(part in problem for problem in problems), (part, problems))
+
+    def test_types(self):
+        tree = {"parvl/exec/a.h": "namespace parvl {\nstruct Options {\n};\nclass B final : public C {\n};\nstruct Options;\n}\n",
+                "parvl/serve/b.h": "namespace parvl {\nstruct Options {\n  struct B {\n  };\n};\n}\n",
+                "parvl/nn/c.h": "namespace parvl {\nnamespace kernels {\nstruct Options {\n};\n}\n}\n",
+                "parvl/nn/d.cc": "struct Options {\n};\n"}
+        self.found(checks.duplicated_types(tree), "parvl/exec/a.h, parvl/serve/b.h: a type named Options in each")
 
     def test_include_directions(self):
         tree = {

@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "parvl/elastic/fleet.h"
+#include "parvl/elastic/fleet_record.h"
 
 namespace parvl {
 namespace {
@@ -26,7 +26,9 @@ FleetSettings two_pools() {
 // Processes that do as they are told, and break as the test says.
 class World {
  public:
-  explicit World(const FleetSettings& settings) : fleet(settings) { take(fleet.start(now)); }
+  explicit World(const FleetSettings& settings) : fleet(settings, [this](std::string_view line) { record += line; }) {
+    take(fleet.start(now));
+  }
 
   struct Process {
     int64_t epoch = 0;
@@ -69,8 +71,8 @@ class World {
   }
   void pass(double seconds) {
     const double until = now + seconds;
-    while (fleet.next_tick_s() <= until) {
-      now = std::max(now, fleet.next_tick_s());
+    while (fleet.fleet().next_tick_s() <= until) {
+      now = std::max(now, fleet.fleet().next_tick_s());
       for (auto& [id, process] : processes) say(InstanceId{id}, Said::kAlive);  // whoever lives is heard of
       take(fleet.tick(now));
     }
@@ -113,7 +115,8 @@ class World {
     }
   }
 
-  Fleet fleet;
+  std::string record;
+  RecordedFleet fleet;
   double now = 0;
   std::map<int64_t, Process> processes;
   std::map<int64_t, Client> clients;
@@ -133,7 +136,7 @@ class World {
   void obey(const RequestOrder& order) {
     const int64_t id = order.request.value;
     const RequestAction& action = order.action;
-    const auto open = [&] { return fleet.instances()[static_cast<size_t>(action.instance.value)].open; };
+    const auto open = [&] { return fleet.fleet().instances()[static_cast<size_t>(action.instance.value)].open; };
     Process& process = processes[action.instance.value];
     switch (action.kind) {
       case Do::kEncode:
@@ -170,10 +173,10 @@ class World {
 
 TEST(Fleet, AnImageIsEncodedInOnePoolAndItsAnswerGeneratedInTheOther) {
   World world(two_pools());
-  EXPECT_FALSE(world.fleet.health().ok());
+  EXPECT_FALSE(world.fleet.fleet().health().ok());
   for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
-  EXPECT_TRUE(world.fleet.health().ok());
-  EXPECT_EQ(world.fleet.capacity(), 8) << "of the two that generate";
+  EXPECT_TRUE(world.fleet.fleet().health().ok());
+  EXPECT_EQ(world.fleet.fleet().capacity(), 8) << "of the two that generate";
   world.arrive(7, 1, 2);
   EXPECT_EQ(world.processes[0].encodings.size(), 1u);
   world.work(InstanceId{0});
@@ -184,7 +187,7 @@ TEST(Fleet, AnImageIsEncodedInOnePoolAndItsAnswerGeneratedInTheOther) {
   world.work(InstanceId{2});
   EXPECT_EQ(world.clients[7].ends, 1);
   EXPECT_TRUE(world.clients[7].status.ok());
-  for (const InstanceView& view : world.fleet.instances()) EXPECT_EQ(view.running, 0);
+  for (const InstanceView& view : world.fleet.fleet().instances()) EXPECT_EQ(view.running, 0);
 }
 
 TEST(Fleet, TextGoesOnElsewhereFromTheTokensThatWereDelivered) {
@@ -210,8 +213,9 @@ TEST(Fleet, WorkWaitsForAnInstanceThatComesBackAndEndsWhenNoneDoes) {
   world.arrive(1, 0, 3);
   world.work(InstanceId{2});
   world.die(InstanceId{2});
-  EXPECT_FALSE(world.fleet.can_generate().ok());
-  EXPECT_THAT(world.fleet.health().message(), ::testing::HasSubstr("pool llm-pool has no instance that is ready"));
+  EXPECT_FALSE(world.fleet.fleet().can_generate().ok());
+  EXPECT_THAT(world.fleet.fleet().health().message(),
+              ::testing::HasSubstr("pool llm-pool has no instance that is ready"));
   world.arrive(2, 0, 3);
   EXPECT_EQ(world.clients[1].ends + world.clients[2].ends, 0) << "both wait";
   world.pass(1);
@@ -256,12 +260,12 @@ TEST(Fleet, AHungStepIsFoundByWhatStepsOfItsSizeHaveTaken) {
   world.arrive(1, 0, 5);
   world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
   world.pass(2.9);
-  EXPECT_EQ(world.fleet.instances()[2].state, State::kReady);
+  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kReady);
   world.pass(0.2);
-  EXPECT_EQ(world.fleet.instances()[2].state, State::kFailed) << "three seconds are the least";
+  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kFailed) << "three seconds are the least";
   EXPECT_EQ(world.processes[3].generations.size(), 1u);
   world.take(world.fleet.step_ended(InstanceId{2}, 1, 16, 3.2, world.now));
-  EXPECT_EQ(world.fleet.instances()[2].stale, 1) << "what it says later has no effect";
+  EXPECT_EQ(world.fleet.fleet().instances()[2].stale, 1) << "what it says later has no effect";
 }
 
 TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
@@ -269,7 +273,7 @@ TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
   for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
   world.arrive(1, 0, 2);
   world.take(world.fleet.instance(InstanceId{2}, {.kind = Said::kDrain, .at_s = world.now}));
-  EXPECT_EQ(world.fleet.instances()[2].state, State::kDraining);
+  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kDraining);
   world.arrive(2, 0, 1);
   EXPECT_EQ(world.processes[3].generations.size(), 1u);
   world.work(InstanceId{2});
@@ -277,7 +281,7 @@ TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
   world.work(InstanceId{2});
   EXPECT_EQ(world.processes[2].orders.back(), Order::kRelease);
   world.die(InstanceId{2});
-  EXPECT_EQ(world.fleet.instances()[2].state, State::kGone);
+  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kGone);
   EXPECT_EQ(world.clients[1].ends, 1);
 }
 
@@ -307,21 +311,73 @@ RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
       world.take(world.fleet.instance(id, {.kind = Said::kDrain, .at_s = world.now}));
     }
   }
-  for (int round = 0; round < 60 && world.fleet.requests() > 0; ++round) {
+  for (int round = 0; round < 60 && world.fleet.fleet().requests() > 0; ++round) {
     for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
     for (int i = 0; i < 10; ++i) {
       for (int64_t id = 0; id < 4; ++id) world.work(InstanceId{id});
     }
     world.pass(31);
   }
-  RC_ASSERT(world.fleet.requests() == 0u);
+  RC_ASSERT(world.fleet.fleet().requests() == 0u);
   for (const auto& [id, client] : world.clients) {
     RC_ASSERT(client.ends == 1);
     RC_ASSERT(client.delivered <= world.lengths[id]);
     RC_ASSERT(!client.status.ok() || client.delivered == world.lengths[id]);
   }
-  for (const InstanceView& view : world.fleet.instances()) RC_ASSERT(view.running == 0);
+  for (const InstanceView& view : world.fleet.fleet().instances()) RC_ASSERT(view.running == 0);
   for (const auto& [id, process] : world.processes) RC_ASSERT(process.held.empty() || !process.alive);
+  const auto report = replay_fleet(world.record);
+  RC_ASSERT(report.ok());
+  RC_ASSERT(report->differing_line == 0);
+}
+
+TEST(FleetRecord, TheSameEventsGiveTheSameDecisionsAndOthersAreNamed) {
+  World world(two_pools());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.arrive(1, 2, 4);
+  world.work(InstanceId{0});
+  world.work(InstanceId{1});
+  world.die(InstanceId{0});
+  for (int i = 0; i < 4; ++i) world.work(InstanceId{2});
+  const auto report = replay_fleet(world.record);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->differing_line, 0) << report->recorded << report->replayed;
+  EXPECT_GT(report->events, 15);
+  EXPECT_GT(report->decisions, 10);
+  EXPECT_TRUE(is_fleet_record(world.record));
+
+  std::string other = world.record;
+  const size_t at = other.find("{\"decision\":[[\"request\"");
+  ASSERT_NE(at, std::string::npos);
+  other.replace(other.find("\"request\",1", at), 11, "\"request\",9");
+  const auto differing = replay_fleet(other);
+  ASSERT_TRUE(differing.ok());
+  EXPECT_GT(differing->differing_line, 0);
+  EXPECT_NE(differing->recorded, differing->replayed);
+
+  const size_t cut = world.record.find('\n', world.record.size() / 2);
+  EXPECT_TRUE(replay_fleet(world.record.substr(0, cut - 3))->cut);
+  for (const char* text :
+       {"", "{}\n", "[]\n", "{\"fleet_record\": 2}\n", "{\"fleet_record\":1,\"pools\":[[\"a\",-1,true,true]]}\n"}) {
+    EXPECT_FALSE(replay_fleet(text).ok()) << text;
+  }
+  const std::string settings = world.record.substr(0, world.record.find('\n') + 1);
+  for (const char* line : {"{\"event\":\"tick\",\"at\":0}", "{\"event\":\"start\"}", "{\"event\":3}", "7",
+                           "{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0]}"}) {
+    EXPECT_FALSE(replay_fleet(settings + line + "\n").ok()) << line;
+  }
+  const size_t second = world.record.find('\n', settings.size()) + 1;
+  const std::string begun = world.record.substr(0, world.record.find('\n', second) + 1);
+  for (const char* line :
+       {"{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0]}", "{\"event\":\"instance\",\"id\":0,\"what\":[77,0,1,0]}",
+        "{\"event\":\"request\",\"id\":0,\"at\":0,\"what\":[0,0,0,0,0,0]}",
+        "{\"event\":\"arrive\",\"id\":5,\"at\":0,\"shape\":[1,1,8,5],\"needs\":[1,1],\"chain\":[],\"patches\":[],"
+        "\"item_key\":[]}",
+        "{\"event\":\"nothing\",\"id\":0}"}) {
+    const auto refused = replay_fleet(begun + line + "\n");
+    EXPECT_FALSE(refused.ok()) << line;
+    EXPECT_THAT(refused.status().message(), ::testing::HasSubstr("line 4")) << line;
+  }
 }
 
 TEST(PrefixIndex, ForgetsTheLeastRecentlyUsedAndTheEndsOfChainsFirst) {

@@ -15,8 +15,8 @@ class LoadClientTest : public ServerTest {
   }
 
   // `count` requests for two tokens each, all due at once.
-  LoadOptions load(size_t count) {
-    LoadOptions load;
+  LoadTestOptions load(size_t count) {
+    LoadTestOptions load;
     load.http.target = {"127.0.0.1", std::to_string(server_->port()), ""};
     load.requests = {{{{16, 8}}, 12, 2, ""}};
     load.due_s.assign(count, 0);
@@ -30,7 +30,7 @@ class LoadClientTest : public ServerTest {
 
 TEST_F(LoadClientTest, ClosedLoop) {
   start();
-  LoadOptions options = load(1200);  // more than are made ahead
+  LoadTestOptions options = load(1200);  // more than are made ahead
   options.concurrency = 20;
   const auto result = run_load(options, clock_);
   ASSERT_TRUE(result.ok()) << result.status();
@@ -48,7 +48,7 @@ TEST_F(LoadClientTest, ClosedLoop) {
 TEST_F(LoadClientTest, OpenLoopSendsWhateverBecameOfTheOthers) {
   start();
   close_gate();
-  LoadOptions options = load(100);
+  LoadTestOptions options = load(100);
   options.requests[0].text_tokens = 0;  // so that nothing is asked before
   absl::StatusOr<LoadResult> result = absl::UnknownError("not run");
   std::thread client([&] { result = run_load(options, clock_); });
@@ -89,7 +89,7 @@ TEST_F(LoadClientTest, StopsWhenTold) {
   close_gate();
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);
-  LoadOptions options = load(50);
+  LoadTestOptions options = load(50);
   options.requests[0].text_tokens = 0;
   options.concurrency = 10;
   options.stop_descriptor = ends[0];
@@ -114,7 +114,7 @@ TEST_F(LoadClientTest, ErrorsBeforeAndWithinTheStream) {
       std::lock_guard lock(script_->mutex);
       script_->fail_after = tokens;
     }
-    LoadOptions options = load(10);
+    LoadTestOptions options = load(10);
     options.requests[0].text_tokens = 0;
     const auto result = run_load(options, clock_);
     ASSERT_TRUE(result.ok()) << result.status();
@@ -128,7 +128,7 @@ TEST_F(LoadClientTest, ErrorsBeforeAndWithinTheStream) {
 
 TEST_F(LoadClientTest, NothingIsSentToAServerThatDoesNotAnswer) {
   start();
-  LoadOptions options = load(5);
+  LoadTestOptions options = load(5);
   stop();
   const auto result = run_load(options, clock_);
   EXPECT_EQ(result.status().code(), absl::StatusCode::kInternal);

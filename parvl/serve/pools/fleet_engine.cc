@@ -52,8 +52,8 @@ FleetEngine::FleetEngine(FleetOptions options, std::unique_ptr<InstanceStarter> 
       clock_(clock),
       grammars_(std::make_unique<GrammarCompiler>(options_.front.prompts->tokenizer(), options_.front.end_tokens)),
       starter_(std::move(starter)),
-      fleet_(options_.fleet),
-      links_(fleet_.instances().size()) {
+      fleet_(options_.fleet, options_.record),
+      links_(fleet_.fleet().instances().size()) {
   for (const FleetPool& pool : options_.fleet.pools) encodes_apart_ = encodes_apart_ || !pool.generates;
 }
 
@@ -137,13 +137,13 @@ void FleetEngine::loop() {
     std::deque<Task> tasks;
     {
       std::unique_lock lock(mutex_);
-      const double wait_s = std::clamp(fleet_.next_tick_s() - now(), 0.0, kLongestWait_s);
+      const double wait_s = std::clamp(fleet_.fleet().next_tick_s() - now(), 0.0, kLongestWait_s);
       changed_.wait_for(lock, std::chrono::duration<double>(wait_s), [this] { return stopping_ || !tasks_.empty(); });
       if (stopping_) return;
       tasks.swap(tasks_);
     }
     for (const Task& task : tasks) task();
-    if (now() >= fleet_.next_tick_s()) act(fleet_.tick(now()));
+    if (now() >= fleet_.fleet().next_tick_s()) act(fleet_.tick(now()));
     publish();
   }
 }
@@ -152,7 +152,7 @@ void FleetEngine::loop() {
 void FleetEngine::publish() {
   Snapshot next;
   next.stats = past_;
-  for (const InstanceView& view : fleet_.instances()) {
+  for (const InstanceView& view : fleet_.fleet().instances()) {
     const Link& link = links_[static_cast<size_t>(view.id.value)];
     InstanceStatus status;
     static_cast<InstanceView&>(status) = view;
@@ -167,12 +167,12 @@ void FleetEngine::publish() {
     next.instances.push_back(std::move(status));
   }
   // A request that is encoded or moved runs in no engine, but it runs.
-  const auto requests = static_cast<int64_t>(fleet_.requests());
-  next.stats.waiting = std::min(requests, next.stats.waiting + static_cast<int64_t>(fleet_.parked()));
+  const auto requests = static_cast<int64_t>(fleet_.fleet().requests());
+  next.stats.waiting = std::min(requests, next.stats.waiting + static_cast<int64_t>(fleet_.fleet().parked()));
   next.stats.running = requests - next.stats.waiting;
-  next.capacity = fleet_.capacity();
-  next.health = fleet_.health();
-  next.accepts = fleet_.can_generate();
+  next.capacity = fleet_.fleet().capacity();
+  next.health = fleet_.fleet().health();
+  next.accepts = fleet_.fleet().can_generate();
   std::function<void()> tell;
   {
     std::lock_guard lock(mutex_);
@@ -304,7 +304,7 @@ void FleetEngine::act(const Fleet::Actions& actions) {
 void FleetEngine::act(const InstanceOrder& order) {
   using Kind = InstanceAction::Kind;
   Link& link = links_[static_cast<size_t>(order.instance.value)];
-  const size_t pool_index = fleet_.instances()[static_cast<size_t>(order.instance.value)].pool;
+  const size_t pool_index = fleet_.fleet().instances()[static_cast<size_t>(order.instance.value)].pool;
   const FleetPool& pool = options_.fleet.pools[pool_index];
   const std::string name = absl::StrCat("instance ", order.instance.value, " of ", pool.name);
   wire::Command command;
@@ -339,7 +339,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       fence(order.instance, order.action.epoch);
       add(past_, std::exchange(link.counts, {}));
       link.stream.reset();
-      const InstanceView view = fleet_.instances()[static_cast<size_t>(order.instance.value)];
+      const InstanceView view = fleet_.fleet().instances()[static_cast<size_t>(order.instance.value)];
       if (view.state == InstanceState::kGone) return log_info(name, " is gone");
       return log_warning(name, " failed (", view.reason, "); it is started again, and its requests go on elsewhere");
     }

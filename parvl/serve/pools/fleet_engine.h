@@ -15,7 +15,7 @@
 
 #include "parvl/base/job_thread.h"
 #include "parvl/comm/transfer/transfer_source.h"
-#include "parvl/elastic/fleet.h"
+#include "parvl/elastic/fleet_record.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/serve/pools/instance_starter.h"
 #include "parvl/serve/pools/instance_status.h"
@@ -40,6 +40,7 @@ struct FleetOptions {
   FleetSettings fleet;
   std::string model_dir;
   EngineFront front;                         // of that directory
+  RecordedFleet::Write record;               // null: nothing is recorded
   std::vector<EngineOptions> engines;        // of the instances of each pool
   std::string token;                         // of this run; whoever shows it is an instance
   int64_t pixel_bytes = int64_t{1} << 30;    // of memory in which images wait for their instances to fetch them
@@ -122,7 +123,7 @@ class FleetEngine : public Engine {
   std::unique_ptr<TransferSource> pixels_;
 
   // The thread's.
-  Fleet fleet_;
+  RecordedFleet fleet_;
   std::vector<Link> links_;  // by instance
   std::map<StreamId, InstanceId> streams_;
   std::map<RequestId, std::unique_ptr<Live>> live_;

@@ -307,7 +307,7 @@ void FleetEngine::deliver(Live& live) {
 }
 
 const std::string& FleetEngine::pool_name(InstanceId id) const {
-  return options_.fleet.pools[fleet_.instances()[static_cast<size_t>(id.value)].pool].name;
+  return options_.fleet.pools[fleet_.fleet().instances()[static_cast<size_t>(id.value)].pool].name;
 }
 
 void FleetEngine::end(RequestId id, const absl::Status& status) {
