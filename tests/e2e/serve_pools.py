@@ -199,6 +199,9 @@ class SeparatePools(unittest.TestCase):
             cls.picture = ask("what is in the picture?", data_uri(png()))
             cls.want = {name: Answer(one, cls.picture, **fields).read_all() for name, fields in KINDS.items()}
 
+    def setUp(self):
+        self.server.wait_all_ready()
+
     @classmethod
     def check_record(cls):
         """Whatever these tests did to it: the same events give the same decisions again."""
@@ -311,10 +314,9 @@ class SeparatePools(unittest.TestCase):
 
     def test_nothing_is_left_of_many_requests_among_kills(self):
         server, rng = self.server, random.Random(7)
-        server.wait_all_ready()
         pictures = [data_uri(png(color=(i, 40, 90))) for i in range(12)]
         before, ended, lock = server.descriptors(), [], threading.Lock()
-        numbers = iter(range(150))
+        numbers = iter(range(300))
 
         def client():
             while True:
@@ -347,10 +349,10 @@ class SeparatePools(unittest.TestCase):
                 killed += 1
             except ProcessLookupError:
                 pass
-            clients[0].join(1.5)
+            clients[0].join(0.5)
         for thread in clients:
             thread.join()
-        self.assertEqual(len(ended), 150)
+        self.assertEqual(len(ended), 300)
         self.assertGreater(killed, 3)
         self.assertEqual([outcome for outcome in ended if outcome.startswith("error")], [])
         server.wait_all_ready()
