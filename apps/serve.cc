@@ -164,6 +164,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   bool done = false;
   PARVL_ASSIGN_OR_RETURN(const std::optional<PoolServing> pools, read_placement(flags, done));
   if (done) return absl::OkStatus();
+  if (pools.has_value()) set_queues(pools->allocation, flags.serve);
   PARVL_RETURN_IF_ERROR(check_body_limit(flags.serve.http));
   PARVL_RETURN_IF_ERROR(read_media_limits(flags.limit_mm_per_prompt, flags.serve.media.max_images));
   PARVL_ASSIGN_OR_RETURN(flags.serve.shutdown_timeout, read_seconds("--shutdown-timeout", flags.shutdown_timeout_s));

@@ -103,6 +103,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
     log_info("pool ", pool.name, ": ", pool.instances, pool.instances == 1 ? " instance" : " instances", " with ",
              modules_text(pool), " on ", pool.device, devices[pool.name] == "cpu" ? " (cpu)" : "");
   }
+  log_info("each pool keeps its instances: scaling by load is not available yet");
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
   options.model_dir = model_dir;
   if (!engine.record_path.empty()) {
@@ -116,6 +117,14 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices));
   PARVL_ASSIGN_OR_RETURN(auto fleet, FleetEngine::start(std::move(options), std::move(starter), context.clock));
   return std::unique_ptr<Engine>(std::move(fleet));
+}
+
+void set_queues(const Allocation& allocation, ServeOptions& options) {
+  for (size_t i = 0; i < options.queues.size(); ++i) {
+    const QueueRules& rules = allocation.queues[i];
+    options.queues[i] = {.limit = rules.limit, .share = rules.weight};
+    if (rules.deadline_ms > 0) options.queues[i].deadline = std::chrono::duration<double>(rules.deadline_ms / 1e3);
+  }
 }
 
 }  // namespace parvl

@@ -9,6 +9,7 @@
 #include "apps/pools_view.h"
 #include "parvl/exec/engine_load.h"
 #include "parvl/plan/placement.h"
+#include "parvl/serve/options.h"
 
 namespace parvl {
 
@@ -29,5 +30,8 @@ absl::Status check_servable(const PlacementPlan& plan);
 absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,
                                                     const EngineOptions& engine, const std::shared_ptr<PoolsView>& view,
                                                     const Context& context);
+
+// What the allocation says of the gateway's queues.
+void set_queues(const Allocation& allocation, ServeOptions& options);
 
 }  // namespace parvl

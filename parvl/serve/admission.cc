@@ -11,7 +11,6 @@ namespace {
 
 constexpr double kNewestShare = 0.2;  // of the last departure in the moving average
 constexpr int64_t kLongestRetryAfter = 600;
-constexpr double kNoDeadline = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
@@ -54,7 +53,7 @@ std::unique_ptr<Admission::Ticket> Admission::enter(const Entry& entry, std::fun
   const size_t before = granted_ + (entry.ready ? 0 : unready_);  // those not ready will run before this one
   if (before >= limits_.running && waiting(entry.kind) >= limits_.waiting[index_of(entry.kind)]) return nullptr;
   std::unique_ptr<Ticket> ticket(new Ticket(*this, entry, std::move(on_credit)));
-  ticket->key_ = waiting_.push({entry.kind, entry.weight, entry.priority, kNoDeadline, entry.ready});
+  ticket->key_ = waiting_.push({entry.kind, entry.weight, entry.priority, entry.deadline_s, entry.ready});
   tickets_.emplace(ticket->key_, ticket.get());
   size_ += entry.weight;
   in_line_ += entry.weight;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <list>
 #include <memory>
 #include <unordered_map>
@@ -32,7 +33,8 @@ class Admission {
     size_t weight = 1;
     int priority = 0;  // a lower number goes first
     QueueKind kind = QueueKind::kText;
-    bool ready = true;  // for its turn; else after set_ready()
+    bool ready = true;                                            // for its turn; else after set_ready()
+    double deadline_s = std::numeric_limits<double>::infinity();  // by the clock; earlier ones of a kind go first
   };
 
   // A place in the line, given back when destroyed. Must not outlive the Admission.
@@ -63,7 +65,8 @@ class Admission {
   };
 
   // `clock` must outlive it.
-  Admission(const Limits& limits, const Clock& clock) : limits_(limits), clock_(clock) {}
+  Admission(const Limits& limits, const Clock& clock, const ModalityQueue::Shares& shares = {1, 1, 1, 1, 1})
+      : limits_(limits), clock_(clock), waiting_(kMaxPassed, shares) {}
 
   // nullptr when the queue of its kind is full; the last one to come in may be heavier than what was left. `on_credit`
   // is called when the ticket's turn comes, at once if it is there already.
@@ -88,7 +91,7 @@ class Admission {
   const Clock& clock_;
   bool closed_ = false;
   size_t granted_ = 0, unready_ = 0;  // the weight of those whose turn has come, and of those who are not ready
-  ModalityQueue waiting_{kMaxPassed};
+  ModalityQueue waiting_;
   std::unordered_map<ModalityQueue::Key, Ticket*> tickets_;  // of those that wait
   std::list<Ticket*> credits_;                               // by turn
   size_t in_line_ = 0, tokens_ = 0;

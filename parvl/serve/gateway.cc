@@ -55,6 +55,12 @@ const Route* route_of(std::string_view path) {
   return found == std::end(kRoutes) ? nullptr : found;
 }
 
+ModalityQueue::Shares shares_of(const ServeOptions& options) {
+  ModalityQueue::Shares out;
+  for (size_t i = 0; i < out.size(); ++i) out[i] = options.queues[i].share;
+  return out;
+}
+
 absl::Status no_instance(const absl::Status& status) {
   return status.ok() ? status : api_error(503, std::string(status.message()), "no_healthy_instance");
 }
@@ -82,7 +88,7 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       options_(options),
       clock_(clock),
       rng_(options.seed),
-      admission_({}, clock),
+      admission_({}, clock, shares_of(options)),
       metrics_("colocated", options.served_names.front()),
       pool_(kPoolThreads),
       fetch_pool_(kFetchThreads),
@@ -301,7 +307,7 @@ void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
 void Gateway::set_limits() {
   if (model_ == nullptr) return;
   Admission::Limits limits;
-  limits.waiting.fill(static_cast<size_t>(options_.max_queue));
+  for (size_t i = 0; i < limits.waiting.size(); ++i) limits.waiting[i] = static_cast<size_t>(options_.queue_limit(i));
   limits.running = static_cast<size_t>(model_->engine->max_running());
   const int64_t tokens = options_.max_queue_tokens, held = model_->engine->kv_tokens();
   limits.tokens = static_cast<size_t>(tokens > 0 ? tokens : kQueueTokens * held);

@@ -1,6 +1,7 @@
 // What an operator can set about serving; every limit that a client can run into stands here.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "parvl/base/timeline.h"
+#include "parvl/elastic/modality_queue.h"
 #include "parvl/media/image_source.h"
 
 namespace parvl {
@@ -51,6 +53,13 @@ struct MediaPolicy {
 
 constexpr int64_t kQueueTokens = 16;
 
+// Of the requests of one kind that wait, when an allocation says so.
+struct QueueOptions {
+  std::optional<int64_t> limit;                           // choices; else max_queue
+  double share = 1;                                       // of turns, relative to the other kinds
+  std::optional<std::chrono::duration<double>> deadline;  // after its arrival; earlier ones go first within the kind
+};
+
 // The admin port: status, the dashboard, operations.
 struct AdminOptions {
   std::string host = "127.0.0.1";
@@ -67,6 +76,8 @@ struct ServeOptions {
   std::string version;
   std::vector<std::string> api_keys;  // empty: no key is asked for
   int64_t max_queue = 64;             // choices that wait, of each kind of request; the running ones not counted
+  std::array<QueueOptions, kQueueNames.size()> queues = {};
+  int64_t queue_limit(size_t kind) const { return queues[kind].limit.value_or(max_queue); }
   int64_t max_queue_tokens = 0;  // prompt tokens of all that are past the queue; 0: kQueueTokens times the KV memory
   std::chrono::milliseconds queue_timeout{300'000};      // for a request to get its turn; 0: without end
   std::chrono::milliseconds request_timeout{3'600'000};  // from its arrival to the end of its answer; 0: without end

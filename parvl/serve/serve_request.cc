@@ -141,9 +141,12 @@ Answer::Options answer_options(Gateway& gateway, const GenerateRequest& request,
   return options;
 }
 
-Admission::Entry entry_of(const GenerateRequest& request) {
+Admission::Entry entry_of(const GenerateRequest& request, const Gateway& gateway, double received_s) {
   const QueueKind kind = request.images.empty() ? QueueKind::kText : QueueKind::kImage;
-  return {static_cast<size_t>(request.choices), request.priority, kind, request.grammar.empty()};
+  Admission::Entry entry = {static_cast<size_t>(request.choices), request.priority, kind, request.grammar.empty()};
+  const auto& deadline = gateway.options().queues[index_of(kind)].deadline;
+  if (deadline.has_value()) entry.deadline_s = received_s + deadline->count();
+  return entry;
 }
 
 Usage usage_of(const PreparedRequest& prepared) {
@@ -191,8 +194,11 @@ void complete(Usage& usage, const Deltas& deltas, const Gateway& gateway, const 
 }
 
 std::string queue_full(const Gateway& gateway, QueueKind kind) {
-  return absl::StrCat("the queue is full: ", gateway.options().max_queue, " ", kQueueNames[index_of(kind)],
-                      gateway.options().max_queue == 1 ? " request waits" : " requests wait", " (--max-queue)");
+  const int64_t limit = gateway.options().queue_limit(index_of(kind));
+  const bool own = gateway.options().queues[index_of(kind)].limit.has_value();
+  const std::string name(kQueueNames[index_of(kind)]);
+  return absl::StrCat("the queue is full: ", limit, " ", name, limit == 1 ? " request waits" : " requests wait", " (",
+                      own ? "queues." + name + ".limit" : "--max-queue", ")");
 }
 
 std::string too_many_tokens(const Admission& admission, int64_t prompt_tokens) {
@@ -315,7 +321,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   timer.lap(Stage::kPreprocess);
 
   // admit
-  const Admission::Entry entry = entry_of(*request);
+  const Admission::Entry entry = entry_of(*request, gateway, connection.received_s());
   const auto ticket = gateway.admission().enter(entry, [&connection] { connection.wakeup()->notify(); });
   if (ticket == nullptr) {
     co_return co_await turn_away(gateway, connection, Refusal::kQueueFull, queue_full(gateway, entry.kind));

@@ -382,6 +382,23 @@ class Replicas(unittest.TestCase):
         for pid in pids:
             self.assertFalse(pathlib.Path(f"/proc/{pid}").exists(), "an instance outlives its gateway")
 
+    def test_the_queues_are_those_of_the_allocation(self):
+        server = Pools(REPLICAS.replace("replicas: 2", "replicas: 1") + "queues: {text: {limit: 1}, image: {limit: 0}}\n", *SMALL, "--max-num-seqs", "1")
+        with server:
+            text = [{"role": "user", "content": "what color is it?"}]
+            long = {**LONG, "max_tokens": 900, "logprobs": False, "top_logprobs": 0}
+            running = [Answer(server, text, **long) for _ in range(2)]  # the second one is made ready beside the first
+            waiting = Waiting(server, text, **{**long, "max_tokens": 1})
+            server.wait_for(lambda: server.figure("parvl_queue_requests") >= 1)
+            status, headers, body = server.chat(messages=text, max_tokens=1)
+            self.assertEqual((status, body["error"]["message"]), (429, "the queue is full: 1 text request waits (queues.text.limit)"))
+            self.assertGreaterEqual(int(headers["Retry-After"]), 1)
+            status, _, body = server.chat(messages=ask("what?", data_uri(png())), max_tokens=1)
+            self.assertEqual((status, body["error"]["message"]), (429, "the queue is full: 0 image requests wait (queues.image.limit)"))
+            for answer in running:
+                self.assertTrue(answer.read_all().done)
+            self.assertTrue(waiting.result().done)
+
     def test_instances_end_with_a_gateway_that_is_killed(self):
         server = Pools(REPLICAS, *SMALL)
         pids = [pid for _, pid in server.instances().values()]
