@@ -1,7 +1,6 @@
 """Instances in processes of their own: what they answer, and what becomes of requests when one dies, stops or hangs."""
 # slow
 import ctypes
-import http.client
 import json
 import os
 import pathlib
@@ -14,143 +13,8 @@ import threading
 import time
 import unittest
 
+from pools_common import LONG, REPLICAS, Answer, Pools, Waiting
 from serve_common import PARVL, Server, ask, data_uri, need_model, png
-
-REPLICAS = """
-cluster:
-  gpu_pools:
-    llm-pool: {device: gpu-40gb, min_instances: 1, max_instances: 8}
-model:
-  modules:
-    vision_encoder: {pool: llm-pool}
-    llm_backbone:   {pool: llm-pool, replicas: 2}
-"""
-# Long answers of a model that would say one word: every token is sampled.
-LONG = {"max_tokens": 48, "ignore_eos": True, "temperature": 1, "seed": 11, "logprobs": True, "top_logprobs": 2}
-
-
-class Pools(Server):
-    """A server with an allocation; `instances()` are the processes that it has told of, by instance."""
-
-    def __init__(self, allocation, *flags):
-        self.folder = tempfile.TemporaryDirectory()
-        path = pathlib.Path(self.folder.name) / "allocation.yaml"
-        path.write_text(allocation)
-        super().__init__("--config", str(path), "--device-map", "gpu-24gb=cpu,gpu-40gb=cpu" if "24gb" in allocation else "gpu-40gb=cpu", "--dtype", "float32", *flags)
-
-    def instances(self):
-        found = re.findall(r"instance (\d+) of (\S+) \(process (\d+)\) takes on", "".join(self.errors))
-        return {int(instance): (pool, int(pid)) for instance, pool, pid in found}
-
-    def figure(self, name):
-        values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", self.request("GET", "/metrics")[2], re.MULTILINE)
-        assert values, f"/metrics has no {name}"
-        return sum(map(float, values))
-
-    def wait_for(self, condition, seconds=90):
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "".join(self.errors[-30:])
-            time.sleep(0.05)  # nobody tells; the condition ends it
-
-    def wait_all_ready(self):
-        """Every instance that failed is ready again."""
-        def ready():
-            log = "".join(self.errors)
-            return log.count(" is ready on ") == log.count(") takes on its modules") and log.count(" failed (") + len(self.instances()) == log.count(" is ready on ")
-        self.wait_for(ready)
-
-    def ready_in(self, pool):
-        log = "".join(self.errors)
-        return log.count(f" of {pool} is ready on ") - log.count(f" of {pool} failed (")
-
-    def descriptors(self):
-        """Of the gateway: how many of shared memory, and of all else."""
-        folder, memory, others = f"/proc/{self.process.pid}/fd", 0, 0
-        for name in os.listdir(folder):
-            try:
-                shared = os.readlink(f"{folder}/{name}").startswith("/memfd:")
-            except FileNotFoundError:
-                continue
-            memory, others = memory + shared, others + (not shared)
-        return memory, others
-
-    def stop(self, seconds=60):
-        try:
-            return super().stop(seconds)
-        finally:
-            self.folder.cleanup()
-
-
-class Waiting:
-    """A streamed answer that is asked for on a thread of its own."""
-
-    def __init__(self, server, messages, **fields):
-        self.answer, self.failure = None, None
-        def run():
-            try:
-                self.answer = Answer(server, messages, **fields).read_all()
-            except Exception as failure:  # pylint: disable=broad-except
-                self.failure = failure
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-
-    def result(self):
-        self.thread.join()
-        if self.failure is not None:
-            raise self.failure
-        return self.answer
-
-
-class Answer:
-    """One streamed answer, read event by event; `tokens` are (text, logprob) pairs as they come."""
-
-    def __init__(self, server, messages, **fields):
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **fields}
-        self.connection.request("POST", "/v1/chat/completions", json.dumps(body))
-        self.reply = self.connection.getresponse()
-        assert self.reply.status == 200, (self.reply.status, self.reply.read())
-        self.tokens, self.text, self.finish, self.usage, self.error, self.done = [], "", None, None, None, False
-
-    def read_until(self, tokens):
-        while len(self.tokens) < tokens and self.read_event():
-            pass
-        return self
-
-    def read_event(self):
-        event = None
-        while True:
-            line = self.reply.readline().decode()
-            if not line:
-                return False
-            line = line.rstrip("\n")
-            if line.startswith("event: "):
-                event = line[7:]
-            if line.startswith("data: "):
-                break
-        if line == "data: [DONE]":
-            self.done = True
-            return False
-        data = json.loads(line[6:])
-        if event == "error":
-            self.error = data
-            return False
-        if data.get("usage"):
-            self.usage = data["usage"]
-        for choice in data["choices"]:
-            self.text += choice["delta"].get("content") or ""
-            for token in (choice.get("logprobs") or {}).get("content") or []:
-                self.tokens.append((token["token"], token["logprob"]))
-            self.finish = choice["finish_reason"] or self.finish
-        return True
-
-    def read_all(self):
-        while self.read_event():
-            pass
-        self.connection.close()
-        return self
-
 
 POOLS = """
 cluster:
