@@ -16,7 +16,7 @@ namespace {
 using Said = InstanceEvent::Kind;
 using Tell = RequestEvent::Kind;
 
-constexpr int64_t kMostInstances = 100'000, kMostItems = 1 << 20;
+constexpr int64_t kMostInstances = 10'000, kMostItems = 1 << 20;
 
 Json settings_json(const FleetSettings& s) {
   Json pools = Json::array();
