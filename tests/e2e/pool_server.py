@@ -8,19 +8,26 @@ import time
 from serve_common import Server
 
 
-def allocation(**more):
-    return {"cluster": {"gpu_pools": {"llm-pool": {"device": "gpu-40gb", "max_instances": 4}}},
-            "model": {"modules": {"vision_encoder": {"pool": "llm-pool"}, "llm_backbone": {"pool": "llm-pool", "replicas": 2}}}, **more}
+def allocation(encoders=0, **more):
+    """Two instances with the backbone; the vision encoder is in each, or in a pool of its own."""
+    pools = {"llm-pool": {"device": "gpu-40gb", "max_instances": 4}}
+    encoder = {"pool": "llm-pool"}
+    if encoders:
+        pools["encoder-pool"] = {"device": "gpu-24gb", "max_instances": 2}
+        encoder = {"pool": "encoder-pool", "replicas": encoders}
+    modules = {"vision_encoder": encoder, "llm_backbone": {"pool": "llm-pool", "replicas": 2}}
+    return {"cluster": {"gpu_pools": dict(sorted(pools.items()))}, "model": {"modules": modules}, **more}
 
 
 class PoolServer(Server):
     """`parvl serve --config` on two instances; `admin` is the admin port's URL."""
 
-    def __init__(self, *flags, **more):
+    def __init__(self, *flags, encoders=0, **more):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "allocation.yaml"
-            path.write_text(json.dumps(allocation(**more)))
-            super().__init__("--config", path, "--device-map", "gpu-40gb=cpu", *flags)
+            path.write_text(json.dumps(allocation(encoders, **more)))
+            devices = "gpu-24gb=cpu,gpu-40gb=cpu" if encoders else "gpu-40gb=cpu"
+            super().__init__("--config", path, "--device-map", devices, *flags)
 
     def _wait_ready(self, seconds=120):
         url = super()._wait_ready(seconds)

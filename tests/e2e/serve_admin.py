@@ -4,11 +4,12 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
-import time
 import unittest
+import urllib.request
 
 from pool_server import PoolServer, allocation
 from serve_common import MODEL, PARVL, ask, data_uri, need_model, png
@@ -62,7 +63,7 @@ class Admin(unittest.TestCase):
             self.assertTrue(0 < latency[name]["p50"] <= latency[name]["p99"] < 60_000, latency)
 
     def test_running_requests_show(self):
-        threads = [threading.Thread(target=self.server.chat, kwargs={"messages": ask("count"), "max_tokens": 200, "ignore_eos": True}) for _ in range(6)]
+        threads = [threading.Thread(target=self.server.chat, kwargs={"messages": ask("count"), "max_tokens": 900, "ignore_eos": True}) for _ in range(8)]
         for thread in threads:
             thread.start()
         self.server.wait_for(lambda s: sum(one["running"] for one in s["instances"]) >= 2)
@@ -133,6 +134,46 @@ class Admin(unittest.TestCase):
             self.assertTrue(done[2].startswith("parvl: "), done)
 
 
+class Pools(unittest.TestCase):
+    def test_an_encoder_pool(self):
+        need_model()
+        with PoolServer(encoders=1) as server:
+            for color in range(4):
+                self.assertEqual(server.chat(messages=ask("what color?", data_uri(png(color=(color, 9, 9)))), max_tokens=3)[0], 200)
+            status = server.wait_for(lambda s: all(pool["busy"] > 0 for pool in s["pools"].values()))[-1]
+            self.assertEqual({name: (pool["role"], pool["devices"], pool["modules"]) for name, pool in status["pools"].items()},
+                             {"encoder-pool": ("encode", 2, ["vision_encoder", "projector"]), "llm-pool": ("llm", 4, ["llm_backbone"])})
+            self.assertEqual([(one["pool"], one["modules"]) for one in status["instances"]],
+                             [("encoder-pool", ["vision_encoder", "projector"])] + 2 * [("llm-pool", ["llm_backbone"])])
+
+    def test_instances_show_while_they_load(self):
+        need_model()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        seen, stop = [], threading.Event()
+
+        def look():
+            while not stop.wait(0.01):
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=30) as reply:
+                        seen.append(json.load(reply))
+                except OSError:
+                    pass  # it does not listen yet, or no more
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            with PoolServer(admin={"port": port}) as server:
+                self.assertEqual(server.admin, f"http://127.0.0.1:{port}")
+        finally:
+            stop.set()
+            watcher.join()
+        early = [status for status in seen if not status["gateway"]["ready"] and status["instances"]]
+        self.assertTrue(early, seen)
+        self.assertIn("loading", early[0]["gateway"]["reason"])
+        self.assertLessEqual({one["state"] for one in early[0]["instances"]}, {"starting", "loading", "warming", "ready"})
+
+
 class Elsewhere(unittest.TestCase):
     def test_what_is_no_server_of_ours(self):
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -164,13 +205,14 @@ class Drain(unittest.TestCase):
             for thread in threads:
                 thread.start()
             busy = server.wait_for(lambda s: s["instances"][0]["running"] > 0)[-1]["instances"][0]
-            code, out, err = ctl("drain", "--instance", "0", "--target", server.admin)
-            self.assertEqual((code, err), (0, ""), out)
+            draining = threading.Thread(target=lambda: codes.append(ctl("drain", "--instance", "0", "--target", server.admin)[0]))
+            draining.start()  # seen from here, since it may be over before ctl has ended
             seen = server.wait_for(lambda s: s["instances"][0]["state"] == "gone")
+            draining.join()
             self.assertIn("draining", {status["instances"][0]["state"] for status in seen})
             for thread in threads:
                 thread.join()
-            self.assertEqual(codes, [200] * 16)
+            self.assertEqual(sorted(codes), [0] + [200] * 16)
             with self.assertRaises(ProcessLookupError):
                 os.kill(busy["pids"][0], 0)
             self.assertEqual(ctl("drain", "--instance", "0", "--target", server.admin)[0::2], (1, f"parvl: '{server.admin}': instance 0 is gone already"))
