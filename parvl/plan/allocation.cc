@@ -205,7 +205,14 @@ absl::Status read_the_rest(ConfigReader& root, Allocation& out) {
   admin.text("host", out.admin_host);
   ConfigReader tokens = admin.section("tokens");
   for (const char* role : {"viewer", "operator", "approver"}) {
-    if (tokens.has(role)) tokens.text(role, out.admin_tokens[role]);
+    if (!tokens.has(role)) continue;
+    std::string token;
+    tokens.text(role, token);
+    if (token.empty()) tokens.fail(role, "must not be empty");
+    for (const auto& [other, same] : out.admin_tokens) {
+      if (token == same) tokens.fail(role, "must not be the token of " + other + " too");
+    }
+    out.admin_tokens[role] = std::move(token);
   }
   PARVL_RETURN_IF_ERROR(tokens.finish());
   PARVL_RETURN_IF_ERROR(admin.finish());

@@ -200,6 +200,9 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{file(kPool, kLlm, "scheduler: {expand_threshold: 1.5}\n"), "a.yaml:4: 'scheduler.expand_threshold'",
                 "[0, 1]"},
         Refusal{file(kPool, kLlm, "queues: {image: {limit: -1}}\n"), "a.yaml:4: 'queues.image.limit'", "from 0"},
+        Refusal{file(kPool, kLlm, "admin: {tokens: {viewer: ''}}\n"), "a.yaml:4: 'admin.tokens.viewer'", "empty"},
+        Refusal{file(kPool, kLlm, "admin: {tokens: {viewer: a, operator: a}}\n"), "a.yaml:4: 'admin.tokens.operator'",
+                "viewer"},
         Refusal{file(kPool, kLlm, "admin: {port: 70000}\n"), "a.yaml:4: 'admin.port'", "65535"}));
 
 TEST(Placement, AnEncoderOnTheLlmsPoolIsDataParallelOverItsDevices) {
