@@ -112,8 +112,8 @@ void FleetEngine::lost_stream(StreamId stream) {
 void FleetEngine::take_token(InstanceId id, const wire::Token& token) {
   const RequestId request{token.request()};
   const auto found = live_.find(request);
-  if (found == live_.end()) return;                    // it has ended
-  found->second->drop_pixels(*pixels_, std::nullopt);  // it has them
+  if (found == live_.end() || found->second->generation != token.attempt()) return;  // it has ended, or moved
+  found->second->drop_pixels(*pixels_, std::nullopt);                                // it has them
   token_ = read_token(token);
   const auto index = static_cast<int64_t>(found->second->result.token_ids.size());
   act(fleet_.request(request,
@@ -125,7 +125,7 @@ void FleetEngine::take_token(InstanceId id, const wire::Token& token) {
 void FleetEngine::take_end(InstanceId id, const wire::Ended& ended) {
   const RequestId request{ended.request()};
   const auto found = live_.find(request);
-  if (found == live_.end()) return;
+  if (found == live_.end() || found->second->generation != ended.attempt()) return;
   RequestEvent event = {.instance = id, .attempt = ended.attempt(), .status = read_failure(ended.failure())};
   GenerateResult& result = found->second->result;
   if (!std::exchange(found->second->has_end, true)) result.cached_tokens = ended.cached_tokens();
