@@ -18,25 +18,14 @@
 #include "parvl/exec/engine_request.h"
 #include "parvl/exec/engine_stats.h"
 #include "parvl/exec/engine_trace.h"
+#include "parvl/exec/model_executor.h"
 #include "parvl/media/grammar.h"
 #include "parvl/media/prompt.h"
-#include "parvl/sched/executor.h"
 #include "parvl/sched/record.h"
 
 namespace parvl {
 
 class TextStream;
-
-// An executor that computes with prompts: requests are made known to it before they appear in a step.
-class ModelExecutor : public Executor {
- public:
-  // InvalidArgument, and not known, when `generated` is not what the model or the request's grammar could have said.
-  virtual absl::Status begin(RequestId id, const EngineRequest& request) = 0;
-  // Forgets the request; a step in flight may still hold it.
-  virtual void end(RequestId id) = 0;
-  // Called from any thread whenever poll has something new. Set once, before the first submit.
-  virtual void set_notify(std::function<void()> notify) = 0;
-};
 
 // A loaded model that answers many requests at once.
 class Engine {
@@ -66,6 +55,8 @@ class Engine {
   virtual absl::Status health() const { return absl::OkStatus(); }
   // Any thread. Whether a request that is submitted now has somewhere to run.
   virtual absl::Status accepts() const { return absl::OkStatus(); }
+  // Of the processes that it computes with, its first rank's first; empty: this one alone.
+  virtual std::vector<int64_t> pids() const { return {}; }
   // `changed` is called on any thread when max_running() or accepts() may have changed. Set once, before a submit.
   virtual void watch_capacity(std::function<void()> changed) {}
 };
@@ -80,6 +71,7 @@ struct EngineConfig {
   RecordedScheduler::Write record;     // null: nothing is recorded
   std::shared_ptr<Timeline> timeline;  // null: there is none
   EngineHooks hooks;
+  std::vector<int64_t> pids;  // see Engine::pids
 };
 
 // The engine itself: one thread that schedules, hands steps to the executor and gives out what comes back.
@@ -99,6 +91,9 @@ class EngineLoop : public Engine {
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
   EngineStats stats() const override;
+  absl::Status health() const override { return executor_->health(); }
+  absl::Status accepts() const override { return health(); }
+  std::vector<int64_t> pids() const override { return config_.pids; }
 
  private:
   struct Live;

@@ -1,13 +1,17 @@
 #include "parvl/exec/engine_load.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <memory>
 #include <utility>
 
+#include "parvl/base/check.h"
 #include "parvl/base/log.h"
+#include "parvl/exec/backbone_step.h"
 #include "parvl/exec/encode_queue.h"
-#include "parvl/exec/kv_cache.h"
-#include "parvl/exec/load.h"
+#include "parvl/exec/engine_ranks.h"
+#include "parvl/exec/rank_setup.h"
 #include "parvl/exec/record_file.h"
 #include "parvl/exec/torch_encode_engine.h"
 #include "parvl/exec/torch_executor.h"
@@ -25,7 +29,8 @@ int64_t largest_image(const LoadedFiles& files) {
 }
 
 // Before the weights are there: says what does not fit.
-absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const EngineOptions& options) {
+absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const EngineOptions& options,
+                                          const TensorRank& tensor = {}) {
   ServingSettings settings;
   settings.dtype = files.dtype;
   settings.max_model_len = files.max_model_len;
@@ -38,7 +43,13 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   if (files.device.is_cuda() && settings.max_patches > 0) settings.encode_patches = kEncodePatches;
   settings.prefix_caching = options.prefix_caching;
   settings.held = files.held;
-  return plan_serving_memory(files.model->spec(), settings, memory_there(files, options.load));
+  settings.tensor = tensor;
+  MemoryThere there = memory_there(files, options.load);
+  if (!files.device.is_cuda() && tensor.ranks > 1) {
+    there.bytes /= tensor.ranks;
+    there.name = absl::StrCat("of the CPU's memory for each of ", tensor.ranks, " ranks");
+  }
+  return plan_serving_memory(files.model->spec(), settings, there);
 }
 
 // A cache that no image fits into would turn every image away, each at its request.
@@ -70,14 +81,66 @@ absl::StatusOr<SchedulerConfig> scheduler_config(const LoadedFiles& files, const
 }
 
 void log_plan(const LoadedFiles& files, const SchedulerConfig& config, const ServingMemory& memory) {
-  log_info("weights: ", bytes_text(memory.weights), " on ", device_text(files.device));
+  const int64_t ranks = files.tensor == nullptr ? 1 : files.tensor->group->size();
+  const std::string each = ranks == 1 ? "" : absl::StrCat(", and likewise on each of ", ranks, " ranks");
+  log_info("weights: ", bytes_text(memory.weights), " on ", device_text(files.device), each);
+  if (ranks > 1 && files.device.is_cuda()) log_info("decode steps are not recorded: the LLM is cut over ranks");
   log_info("KV memory: ", config.num_blocks * config.block_size, " tokens in ", config.num_blocks, " blocks (",
            bytes_text(memory.kv), "); up to ", config.max_seqs, " requests of up to ", config.max_model_len,
            " tokens at once; a step takes up to ", bytes_text(memory.step + memory.encode), " more, encoded images ",
            bytes_text(memory.encoder_cache));
 }
 
+// The other ranks of a backbone that is cut: all load their parts at once. Null: it is whole.
+absl::StatusOr<std::unique_ptr<EngineRanks>> start_ranks(LoadedFiles& files, const EngineOptions& options,
+                                                         const RankSetup& setup) {
+  std::unique_ptr<EngineRanks> out;
+  if (options.tensor_ranks == 1) return out;
+  if (options.load.startup != nullptr) options.load.startup->begin("ranks");
+  PARVL_CHECK(options.start_ranks != nullptr, "an engine of several ranks, and nothing to start them with");
+  // What one of them computes all others wait for: a thread each, or they would wait for each other's.
+  if (files.device.is_cpu()) at::set_num_threads(1);
+  PARVL_ASSIGN_OR_RETURN(out, options.start_ranks());
+  PARVL_CHECK(out->size() == options.tensor_ranks, "another number of ranks was started");
+  const absl::Status status = catch_exceptions("the other ranks cannot be told what to load", [&] {
+    out->send(to_message(setup));
+    return cut_backbone(files, out->communicator());
+  });
+  PARVL_RETURN_IF_ERROR(status);
+  out->set_group({files.tensor, files.tensor->group.get()});
+  return out;
+}
+
 }  // namespace
+
+absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, std::shared_ptr<Startup> startup) {
+  PARVL_ASSIGN_OR_RETURN(const std::string message, steps.read());
+  PARVL_ASSIGN_OR_RETURN(RankSetup setup, read_setup(message));
+  setup.options.load.modules = {"llm_backbone"};
+  setup.options.load.startup = std::move(startup);
+  setup.options.load.rank = communicator.rank();
+  return catch_exceptions("a rank of the engine failed", [&]() -> absl::Status {
+    PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(setup.dir, setup.options.load));
+    const TensorRank self{communicator.world(), communicator.rank()};
+    if (files.device.is_cuda()) {  // of the CPU's memory the first rank has found enough for all
+      const BackboneSpec part = rank_backbone(files.model->spec().backbone, self.ranks);
+      setup.options.kv_cache_bytes = setup.num_blocks * KvPages::kBlockSize * kv_bytes_a_token(part, files.dtype);
+      PARVL_RETURN_IF_ERROR(plan_memory(files, setup.options, self).status());
+    } else {
+      at::set_num_threads(1);
+    }
+    PARVL_RETURN_IF_ERROR(cut_backbone(files, communicator));
+    PARVL_RETURN_IF_ERROR(load_weights(files, setup.dir, setup.options.load));
+    BackboneRunner runner(files, setup.num_blocks, KvPages::kBlockSize);
+    use_own_stream(files.device);
+    for (;;) {
+      const auto next = steps.read();
+      if (!next.ok()) return absl::OkStatus();
+      PARVL_ASSIGN_OR_RETURN(const BackboneStep step, read_step(*next));
+      runner.run(step, {});
+    }
+  });
+}
 
 absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, const EngineOptions& options,
                                                     const Clock& clock) {
@@ -89,9 +152,16 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     }
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, options.load));
     if (!files.held.backbone) return invalid("an engine that answers requests must hold the llm_backbone");
-    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options));
+    PARVL_RETURN_IF_ERROR(
+        check_tensor_ranks(files.model->spec(), {"llm_backbone"}, options.tensor_ranks, "--tensor-parallel-size"));
+    if (options.tensor_ranks > kMaxRingReaders + 1) return invalid("more than ", kMaxRingReaders + 1, " ranks");
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options, {options.tensor_ranks, 0}));
     PARVL_ASSIGN_OR_RETURN(config.scheduler, scheduler_config(files, options, memory));
+    RankSetup setup{dir, options, memory.num_blocks};
+    setup.options.load.device = files.device.is_cuda() ? "cuda" : "cpu";
+    PARVL_ASSIGN_OR_RETURN(auto ranks, start_ranks(files, options, setup));
     PARVL_RETURN_IF_ERROR(load_weights(files, dir, options.load));
+    if (ranks != nullptr) config.pids = ranks->pids();
     config.prompts = files.prompts;
     config.default_sampling = files.sampling;
     config.timeline = options.timeline;
@@ -101,8 +171,9 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * dtype_bytes(files.dtype);
     log_plan(files, config.scheduler, memory);
     if (options.load.startup != nullptr) options.load.startup->begin("KV memory");
-    auto executor = make_torch_executor(std::move(files), config.scheduler, clock,
-                                        {.graphs = !options.enforce_eager, .startup = options.load.startup});
+    ExecutorOptions executing{.graphs = !options.enforce_eager, .startup = options.load.startup};
+    executing.ranks = std::move(ranks);
+    auto executor = make_torch_executor(std::move(files), config.scheduler, clock, std::move(executing));
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();
   }));

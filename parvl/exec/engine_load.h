@@ -12,6 +12,10 @@
 
 namespace parvl {
 
+class Communicator;
+class EngineRanks;  // exec/engine_ranks.h
+class RingReader;
+
 struct EngineOptions {
   LoadOptions load;
   int64_t max_seqs = 64;
@@ -24,6 +28,10 @@ struct EngineOptions {
   int64_t record_max_bytes = int64_t{1} << 30;  // where a record ends
   std::shared_ptr<Timeline> timeline;           // null: there is none
   EngineHooks hooks;
+  // Over which the LLM is cut; above 1 `start_ranks` must be there, which starts the others once the directory and the
+  // memory are found to be in order. The encoder is whole on the first rank. On the CPU the ranks share its memory.
+  int64_t tensor_ranks = 1;
+  std::function<absl::StatusOr<std::unique_ptr<EngineRanks>>()> start_ranks;
 };
 
 // Errors as read_files; InvalidArgument too for limits that make no sense together, and, before any weight is read, for
@@ -32,6 +40,12 @@ struct EngineOptions {
 // (EngineRequest::encoded).
 absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, const EngineOptions& options,
                                                     const Clock& clock);
+
+// What every other rank of an engine does: loads its part of the model that the first one's first message names, and
+// computes steps until the first one closes the ring. `communicator`: of all ranks, as this one. OK when the ring was
+// closed; the error of a part that cannot be loaded or a step that failed: then this rank is of no use, and its process
+// ends.
+absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, std::shared_ptr<Startup> startup = nullptr);
 
 // The vision encoder and the projector alone, which LoadOptions::modules may leave to be said. Of the limits,
 // `max_seqs` is that of the images that are here at once; of the hooks, a batch of images is a step, and its patches

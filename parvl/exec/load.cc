@@ -7,6 +7,7 @@
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/base/text.h"
+#include "parvl/comm/nccl/nccl_communicator.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
@@ -100,7 +101,7 @@ absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions
   out.model = Model::create(spec);
   // Before a damaged configuration asks for absurd memory.
   PARVL_RETURN_IF_ERROR(match_weights(*out.model, dir).status());
-  PARVL_ASSIGN_OR_RETURN(out.device, select_device(options.device));
+  PARVL_ASSIGN_OR_RETURN(out.device, select_device(options.device, options.rank));
   return out;
 }
 
@@ -116,6 +117,21 @@ MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options) {
   out.name = cuda ? absl::StrCat("of the memory of ", device_text(files.device)) : "of the CPU's memory";
   out.target = {cuda, at::get_num_threads()};
   return out;
+}
+
+absl::Status cut_backbone(LoadedFiles& files, Communicator& ranks) {
+  GroupSpec all{"llm_backbone.tp[0]", {}};
+  for (int64_t rank = 0; rank < ranks.world(); ++rank) all.ranks.push_back(rank);
+  auto out = std::make_shared<TensorRanks>();
+  Communicator* communicator = &ranks;
+  if (files.device.is_cuda()) {
+    PARVL_ASSIGN_OR_RETURN(out->gpus, make_nccl_communicator(ranks));
+    communicator = out->gpus.get();
+  }
+  PARVL_ASSIGN_OR_RETURN(out->group, communicator->join(all));
+  PARVL_RETURN_IF_ERROR(files.model->params().split(Module::kBackbone, out->group.get()));
+  files.tensor = std::move(out);
+  return absl::OkStatus();
 }
 
 absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options) {

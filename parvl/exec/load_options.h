@@ -21,6 +21,7 @@ struct LoadOptions {
   // The share of the device's memory to use; by default 0.9 of a GPU's, and all that is free of the CPU's.
   std::optional<double> memory_utilization;
   int64_t memory_limit_bytes = 0;    // never more than this; 0: what the system says
+  int64_t rank = 0;                  // of this process among those that compute together on this machine, a GPU each
   std::shared_ptr<Startup> startup;  // told of phases and progress; null: nobody is
 };
 

@@ -10,9 +10,9 @@
 
 #include "parvl/base/check.h"
 #include "parvl/base/job_thread.h"
+#include "parvl/exec/backbone_step.h"
 #include "parvl/exec/decode_graphs.h"
 #include "parvl/exec/encode_queue.h"
-#include "parvl/exec/kv_cache.h"
 #include "parvl/exec/request_images.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/media/grammar.h"
@@ -57,14 +57,12 @@ struct StepItem {
 
 class TorchExecutor : public ModelExecutor {
  public:
-  TorchExecutor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock, const ExecutorOptions& options)
-      : files_(std::move(files)),
+  TorchExecutor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock, ExecutorOptions options)
+      : ranks_(std::move(options.ranks)),
+        files_(std::move(files)),
         clock_(clock),
-        pages_(model().spec().backbone, model().params().owned().front()->value.scalar_type(), files_.device,
-               config.block_size),
-        attention_(std::make_shared<PagedAttention>(pages_)),
+        runner_(files_, config.num_blocks, config.block_size),
         encodes_(files_, clock) {
-    pages_.reserve(config.num_blocks);
     if (!files_.device.is_cuda()) return;
     if (options.startup != nullptr) options.startup->begin("graphs");
     // One after the other, since PyTorch's random state takes part in a recording.
@@ -72,14 +70,18 @@ class TorchExecutor : public ModelExecutor {
     backbone_
         .run([this, config, record = options.graphs] {
           use_own_stream(files_.device);
+          if (runner_.is_cut()) return;  // what is recorded has no place yet for what the ranks say to each other
           const int64_t blocks = (config.max_model_len + config.block_size - 1) / config.block_size;
-          graphs_ = DecodeGraphs::create(model(), pages_,
+          graphs_ = DecodeGraphs::create(model(), runner_.pages(),
                                          {std::min<int64_t>(config.max_seqs, kMaxGraphRows), blocks, record});
         })
         .get();
   }
 
+  absl::Status health() const override { return ranks_ == nullptr ? absl::OkStatus() : ranks_->health(); }
+
   absl::Status begin(RequestId id, const EngineRequest& request) override {
+    PARVL_RETURN_IF_ERROR(health());
     const std::shared_ptr<const Prompt>& prompt = request.prompt;
     PARVL_RETURN_IF_ERROR(check_images({model().spec(), files_.dtype, files_.held.encoder}, request));
     std::vector<ImageSpan> images;
@@ -175,6 +177,8 @@ class TorchExecutor : public ModelExecutor {
     });
     if (!done.completion.status.ok()) {
       done.completion.tokens.clear();
+      // The others stand in the middle of the step, or are gone: no step can follow.
+      if (ranks_ != nullptr) done.completion.status = ranks_->lose_for(done.completion.status);
       // What it had queued may still read what goes below. A device that is lost says so again.
       (void)catch_exceptions("a failed step could not be ended", [&] {
         synchronize(files_.device);
@@ -264,45 +268,29 @@ class TorchExecutor : public ModelExecutor {
 
   // Logits [S, V] after the last token of each of the S sequences that sample, on the device; undefined without any.
   at::Tensor forward(const std::vector<StepItem>& items) {
-    std::vector<int64_t> ids, visual_rows, sample_rows;
-    std::vector<std::array<int64_t, 3>> positions;
-    std::vector<PagedSequence> sequences;
+    BackboneStep step;
     std::vector<at::Tensor> visual;
     for (const StepItem& item : items) {
       const SequenceWork& work = item.work;
-      const int64_t base = static_cast<int64_t>(ids.size());
+      const int64_t base = static_cast<int64_t>(step.ids.size());
       for (int64_t i = work.begin; i < work.begin + work.count; ++i) {
-        ids.push_back(item.state->tokens[static_cast<size_t>(i)]);
-        positions.push_back(item.state->position(i));
+        step.ids.push_back(item.state->tokens[static_cast<size_t>(i)]);
+        step.positions.push_back(item.state->position(i));
       }
       for (size_t m = 0; m < work.media.size(); ++m) {
         const MediaSpan& span = item.state->prompt->media[static_cast<size_t>(work.media[m].item)];
         const int64_t from = std::max(span.begin, work.begin);
         const int64_t to = std::min(span.begin + span.length, work.begin + work.count);
         visual.push_back(item.visual[m].narrow(0, from - span.begin, to - from));
-        for (int64_t i = from; i < to; ++i) visual_rows.push_back(base + i - work.begin);
+        for (int64_t i = from; i < to; ++i) step.visual_rows.push_back(base + i - work.begin);
       }
       PagedSequence sequence{{}, work.begin, work.count};
       for (const BlockId block : work.blocks) sequence.blocks.push_back(block.value);
-      sequences.push_back(std::move(sequence));
-      if (work.samples) sample_rows.push_back(base + work.count - 1);
+      step.sequences.push_back(std::move(sequence));
+      if (work.samples) step.sample_rows.push_back(base + work.count - 1);
     }
-    BackboneBatch batch;
-    batch.ids = to_device(ids, files_.device);
-    batch.rope = model().backbone().rope(positions, files_.device);
-    attention_->begin(std::move(sequences));
-    batch.attention = attention_;
-    Bundle in;
-    if (!visual.empty()) {
-      batch.visual_rows = to_device(visual_rows, files_.device);
-      in.set("visual", at::cat(visual, 0));
-    }
-    const at::Tensor hidden = run_pieces(model().backbone().pieces(batch), in).at("hidden");
-    if (sample_rows.empty()) {
-      synchronize(files_.device);
-      return {};
-    }
-    return model().backbone().logits(hidden.index_select(0, to_device(sample_rows, files_.device))).contiguous();
+    if (ranks_ != nullptr) ranks_->send(to_message(step));
+    return runner_.run(step, visual.empty() ? at::Tensor() : at::cat(visual, 0));
   }
 
   std::vector<SampledToken> sample(const std::vector<StepItem>& items, const at::Tensor& device_logits_SV,
@@ -354,10 +342,10 @@ class TorchExecutor : public ModelExecutor {
 
   static constexpr int64_t kMaxGraphRows = 256;
 
+  std::unique_ptr<EngineRanks> ranks_;  // null: it computes alone
   LoadedFiles files_;
   const Clock& clock_;
-  KvPages pages_;
-  std::shared_ptr<PagedAttention> attention_;
+  BackboneRunner runner_;
   std::unique_ptr<DecodeGraphs> graphs_;  // the backbone thread's
   // The caller's thread only.
   absl::flat_hash_map<RequestId, std::shared_ptr<RequestState>> states_;
@@ -372,8 +360,8 @@ class TorchExecutor : public ModelExecutor {
 }  // namespace
 
 std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock,
-                                                   const ExecutorOptions& options) {
-  return std::make_unique<TorchExecutor>(std::move(files), config, clock, options);
+                                                   ExecutorOptions options) {
+  return std::make_unique<TorchExecutor>(std::move(files), config, clock, std::move(options));
 }
 
 }  // namespace parvl

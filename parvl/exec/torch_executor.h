@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "parvl/exec/engine.h"
+#include "parvl/exec/engine_ranks.h"
 #include "parvl/exec/load.h"
 
 namespace parvl {
@@ -13,11 +14,14 @@ struct ExecutorOptions {
   // without it the same work runs launch by launch.
   bool graphs = true;
   std::shared_ptr<Startup> startup;  // told of the recording; may be null
+  // The other ranks of a model whose backbone is cut (LoadedFiles::tensor); null: it is whole. Nothing of such a
+  // backbone is recorded.
+  std::unique_ptr<EngineRanks> ranks;
 };
 
 // Takes the model; KV memory for the scheduler's blocks is set aside here (on the CPU the system gives it page by page
 // as it is used). `clock` must outlive it. Throws libtorch's exceptions when the device has too little.
 std::unique_ptr<ModelExecutor> make_torch_executor(LoadedFiles files, const SchedulerConfig& config, const Clock& clock,
-                                                   const ExecutorOptions& options = {});
+                                                   ExecutorOptions options = {});
 
 }  // namespace parvl

@@ -66,7 +66,7 @@ at::Tensor joined_linear(const at::Tensor& x_TI, absl::Span<const LinearWeights>
 bool takes_fused_layer(const DecoderLayer& layer, const at::Tensor& x_TH) {
   return x_TH.scalar_type() == at::kBFloat16 && cuda::fits(x_TH) && x_TH.dim() == 2 && x_TH.is_contiguous() &&
          !at::GradMode::is_enabled() && !in_weight_grad_scope() && layer.attn_norm.bias == nullptr &&
-         layer.mlp.gate.weight != nullptr;
+         layer.mlp.gate.weight != nullptr && layer.ranks->alone();
 }
 
 at::Tensor fused_layer(const DecoderLayer& layer, at::Tensor x_TH, const RotaryTable& rope,

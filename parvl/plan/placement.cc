@@ -1,6 +1,5 @@
 #include "parvl/plan/placement.h"
 
-#include <absl/strings/match.h>
 #include <absl/strings/str_join.h>
 #include <absl/strings/str_split.h>
 
@@ -9,12 +8,9 @@
 
 #include "parvl/plan/cost/fit.h"
 #include "parvl/plan/cost/memory.h"
-#include "parvl/plan/cost/values.h"
 
 namespace parvl {
 namespace {
-
-constexpr int64_t kListed = 64;  // sizes above are not offered
 
 std::string_view name_of(ModuleName module) { return kModuleNames[static_cast<size_t>(module)]; }
 std::string_view name_of(PoolRole role) { return kRoleNames[static_cast<size_t>(role)]; }
@@ -41,31 +37,9 @@ ModuleLayout data_parallel(int64_t devices) {
 
 std::string where(const std::map<std::string, std::string>& places, const char* key) { return places.at(key); }
 
-// The first parameter of these modules that cannot be cut over so many ranks; null when all can.
-const ParamSpec* uncuttable(const std::vector<ParamSpec>& params, const std::vector<std::string_view>& modules,
-                            int64_t ranks) {
-  const auto found = std::find_if(params.begin(), params.end(), [&](const ParamSpec& param) {
-    return std::find(modules.begin(), modules.end(), param.module) != modules.end() && !held_part(param, ranks, 0).ok();
-  });
-  return found == params.end() ? nullptr : &*found;
-}
-
 // `modules`: whose parameters must be cut so.
-absl::Status check_tensor(const ModuleSpec& module, const std::vector<ParamSpec>& params,
-                          const std::vector<std::string_view>& modules) {
-  const int64_t tp = module.tp.value_or(1);
-  const ParamSpec* const param = uncuttable(params, modules, tp);
-  if (param == nullptr) return absl::OkStatus();
-  std::vector<int64_t> valid;
-  for (int64_t ranks = 1; ranks <= kListed; ++ranks) {
-    if (uncuttable(params, modules, ranks) == nullptr) valid.push_back(ranks);
-  }
-  const char* const units = param->copies                              ? " key heads"
-                            : absl::StrContains(param->name, ".attn.") ? " attention heads"
-                                                                       : " columns of the MLP";
-  return invalid(where(module.where, "tp_size"), " (", tp, ") must divide the ", param->units, units, " of ",
-                 param->module, param->copies ? ", or be a multiple of them" : "",
-                 "; valid here: ", absl::StrJoin(valid, ", "));
+absl::Status check_tensor(const ModuleSpec& module, const ModelSpec& spec, const std::vector<std::string>& modules) {
+  return check_tensor_ranks(spec, modules, module.tp.value_or(1), where(module.where, "tp_size"));
 }
 
 absl::Status check_layers(const ModuleSpec& module, int64_t layers) {
@@ -86,15 +60,14 @@ absl::Status check_against(const ModuleSpec& module, const ModelSpec& spec) {
     return invalid(where(module.where, "ep_size"), " (", *module.ep, "): this model (", spec.model_type,
                    ") has no experts; leave it out");
   }
-  const std::vector<ParamSpec> params = list_params(spec);
   if (!encoder) {
-    PARVL_RETURN_IF_ERROR(check_tensor(module, params, {name}));
+    PARVL_RETURN_IF_ERROR(check_tensor(module, spec, {name}));
     return check_layers(module, spec.backbone.layers);
   }
   // The projector takes the encoder's rows where they lie, and is held to what that can be cut over.
-  const std::string_view vision = name_of(ModuleName::kVisionEncoder), projector = name_of(ModuleName::kProjector);
-  if (module.module == ModuleName::kProjector) return check_tensor(module, params, {vision, projector});
-  PARVL_RETURN_IF_ERROR(check_tensor(module, params, {vision}));
+  const std::string vision(name_of(ModuleName::kVisionEncoder)), projector(name_of(ModuleName::kProjector));
+  if (module.module == ModuleName::kProjector) return check_tensor(module, spec, {vision, projector});
+  PARVL_RETURN_IF_ERROR(check_tensor(module, spec, {vision}));
   return check_layers(module, spec.vision->layers);
 }
 

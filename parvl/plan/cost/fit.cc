@@ -1,9 +1,13 @@
 #include "parvl/plan/cost/fit.h"
 
+#include <absl/strings/match.h>
 #include <absl/strings/str_format.h>
+#include <absl/strings/str_join.h>
 
 #include <algorithm>
 #include <functional>
+
+#include "parvl/plan/cost/values.h"
 
 namespace parvl {
 namespace {
@@ -18,10 +22,16 @@ int64_t blocks_needed(const ServingSettings& s) {
   return s.held.backbone ? (s.max_model_len + s.block_size - 1) / s.block_size : 0;
 }
 
+// Of one rank.
+int64_t block_bytes(const ModelSpec& spec, const ServingSettings& s) {
+  return s.block_size * kv_bytes_a_token(rank_backbone(spec.backbone, s.tensor.ranks), s.dtype);
+}
+
 // All that does not depend on how much there is.
 ServingMemory fixed_memory(const ModelSpec& spec, const ServingSettings& s, const Target& target) {
   ServingMemory out;
-  out.weights = weight_bytes(spec, s.dtype).of(s.held);
+  out.weights = weight_bytes(spec, s.dtype).of({s.held.encoder, false});
+  if (s.held.backbone) out.weights += backbone_bytes(spec, s.dtype, s.tensor);
   if (s.held.encoder) out.encode = encode_bytes(spec, s.dtype, std::max(s.max_patches, s.encode_patches), target);
   if (!s.held.backbone) return out;
   StepShape shape;
@@ -30,8 +40,9 @@ ServingMemory fixed_memory(const ModelSpec& spec, const ServingSettings& s, cons
   shape.longest_context = s.max_model_len;
   shape.visual_tokens = spec.vision ? shape.tokens : 0;
   shape.sampled = s.max_seqs;
+  shape.ranks = s.tensor.ranks;
   out.step = step_bytes(spec.backbone, s.dtype, shape, target);
-  if (!target.cuda) out.step += sampling_bytes(spec.backbone, s.max_seqs);
+  if (!target.cuda && s.tensor.rank == 0) out.step += sampling_bytes(spec.backbone, s.max_seqs);
   return out;
 }
 
@@ -43,7 +54,7 @@ ServingMemory plan(const ModelSpec& spec, const ServingSettings& s, const Memory
   out.encoder_cache = s.encoder_cache_bytes > 0 ? s.encoder_cache_bytes
                       : spec.vision             ? std::max(one_image, std::min(left / 8, kMaxDefaultEncoderCache))
                                                 : 0;
-  const int64_t block = s.block_size * kv_bytes_a_token(spec.backbone, s.dtype), needed = blocks_needed(s);
+  const int64_t block = block_bytes(spec, s), needed = blocks_needed(s);
   const int64_t free = std::max<int64_t>(0, there.bytes - out.total());
   const int64_t useful = std::max<int64_t>(1, s.max_seqs) * needed * (s.prefix_caching ? kPrefixShare : 1);
   const int64_t by_default = there.target.cuda ? free : std::min(free / 4, kMaxDefaultKvBytes);
@@ -160,7 +171,7 @@ absl::StatusOr<ServingMemory> plan_serving_memory(const ModelSpec& spec, const S
   const ServingMemory memory = plan(spec, settings, there);
   const int64_t needed = blocks_needed(settings);
   if (memory.num_blocks < needed) {
-    const int64_t block = settings.block_size * kv_bytes_a_token(spec.backbone, settings.dtype);
+    const int64_t block = block_bytes(spec, settings);
     return invalid("--max-model-len ", settings.max_model_len, " needs ", bytes_text(needed * block),
                    " of KV memory for one sequence, and --kv-cache-memory-bytes gives ",
                    bytes_text(settings.kv_cache_bytes), "; lower --max-model-len, or raise --kv-cache-memory-bytes to ",
@@ -168,6 +179,29 @@ absl::StatusOr<ServingMemory> plan_serving_memory(const ModelSpec& spec, const S
   }
   if (memory.total() <= there.bytes) return memory;
   return invalid(what_it_needs(memory, there), advice(spec, settings, there));
+}
+
+absl::Status check_tensor_ranks(const ModelSpec& spec, const std::vector<std::string>& modules, int64_t ranks,
+                                const std::string& name) {
+  constexpr int64_t kListed = 64;  // sizes above are not offered
+  const std::vector<ParamSpec> params = list_params(spec);
+  const auto uncuttable = [&](int64_t over) {  // the first of these parameters, or the end
+    return std::find_if(params.begin(), params.end(), [&](const ParamSpec& param) {
+      return std::find(modules.begin(), modules.end(), param.module) != modules.end() &&
+             !held_part(param, over, 0).ok();
+    });
+  };
+  const auto param = uncuttable(ranks);
+  if (param == params.end()) return absl::OkStatus();
+  std::vector<int64_t> valid;
+  for (int64_t over = 1; over <= kListed; ++over) {
+    if (uncuttable(over) == params.end()) valid.push_back(over);
+  }
+  const char* const units = param->copies                              ? " key heads"
+                            : absl::StrContains(param->name, ".attn.") ? " attention heads"
+                                                                       : " columns of the MLP";
+  return invalid(name, " (", ranks, ") must divide the ", param->units, units, " of ", param->module,
+                 param->copies ? ", or be a multiple of them" : "", "; valid here: ", absl::StrJoin(valid, ", "));
 }
 
 absl::Status check_one_request(const ModelSpec& spec, const OneRequest& request, const MemoryThere& there) {

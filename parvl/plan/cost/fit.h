@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "parvl/base/status.h"
 #include "parvl/plan/cost/memory.h"
@@ -22,6 +23,7 @@ struct ServingSettings {
   // Without the backbone there are neither steps nor KV memory; without the encoder nothing is encoded, but features
   // come from elsewhere, and the encoder cache keeps them.
   HeldModules held;
+  TensorRank tensor;  // of the backbone; the first also holds the encoder and chooses the tokens
 };
 
 // The memory that the model lies in.
@@ -46,6 +48,11 @@ struct ServingMemory {
 // the flags that would make it fit, when it does not; as validate() too.
 absl::StatusOr<ServingMemory> plan_serving_memory(const ModelSpec& spec, const ServingSettings& settings,
                                                   const MemoryThere& there);
+
+// OK when these modules of the model can be cut over so many ranks; else InvalidArgument that begins with `name` and
+// ends with the numbers that are valid.
+absl::Status check_tensor_ranks(const ModelSpec& spec, const std::vector<std::string>& modules, int64_t ranks,
+                                const std::string& name);
 
 // For one request without a server: its tokens (prompt and answer) and the patches of its largest image.
 struct OneRequest {

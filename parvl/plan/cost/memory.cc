@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "parvl/base/check.h"
 #include "parvl/plan/cost/values.h"
 
 namespace parvl {
@@ -65,6 +66,24 @@ WeightBytes weight_bytes(const ModelSpec& spec, DType dtype) {
   return {counts.vision_encoder * bytes, counts.projector * bytes, counts.backbone() * bytes};
 }
 
+int64_t backbone_bytes(const ModelSpec& spec, DType dtype, const TensorRank& rank) {
+  int64_t values = 0;
+  for (const ParamSpec& param : list_params(spec)) {
+    if (param.module != "llm_backbone") continue;
+    const auto held = held_part(param, rank.ranks, rank.rank);
+    PARVL_CHECK(held.ok(), "the memory of a cut that cannot be made");
+    values += (held->values + kAlign - 1) / kAlign * kAlign;
+  }
+  return values * dtype_bytes(dtype);
+}
+
+BackboneSpec rank_backbone(BackboneSpec spec, int64_t ranks) {
+  spec.heads /= ranks;
+  spec.kv_heads = std::max<int64_t>(1, spec.kv_heads / ranks);  // with more ranks than heads, several have the same
+  spec.intermediate /= ranks;
+  return spec;
+}
+
 int64_t kv_bytes_a_token(const BackboneSpec& spec, DType dtype) {
   return 2 * spec.layers * spec.kv_heads * spec.head_dim * dtype_bytes(dtype);
 }
@@ -75,25 +94,33 @@ int64_t visual_bytes(const ModelSpec& spec, DType dtype, int64_t patches) {
   return patches / (merge * merge) * spec.backbone.hidden * dtype_bytes(dtype);
 }
 
-int64_t step_bytes(const BackboneSpec& b, DType dtype, const StepShape& s, const Target& target) {
+int64_t step_bytes(const BackboneSpec& whole, DType dtype, const StepShape& s, const Target& target) {
+  const BackboneSpec b = rank_backbone(whole, s.ranks);
   const int64_t bytes = dtype_bytes(dtype), wide = wide_bytes(dtype);
   const int64_t h = s.tokens * b.hidden * bytes, i = s.tokens * b.intermediate * bytes;
   const int64_t q = s.tokens * b.heads * b.head_dim * bytes, kv = s.tokens * b.kv_heads * b.head_dim * bytes;
   // All the time: token ids, angles, image embeddings with their rows, and where keys and values go.
   const int64_t always =
       s.tokens * (8 + b.head_dim * wide + (target.cuda ? 24 : 0)) + s.visual_tokens * (b.hidden * bytes + 8);
+  // Where it is cut a rank has its own rows between matrices. All of them are gathered before a matrix; after one each
+  // rank's part of all sums is there, and once more filled up to equal parts.
+  const int64_t own = (s.tokens + s.ranks - 1) / s.ranks * b.hidden * bytes;
+  const int64_t gathered = s.ranks > 1 ? h : 0, summed = s.ranks > 1 ? 2 * h : 0;
   // In a layer: its input; queries, keys and values before and after their rotation (the values need none).
-  const int64_t rotated = h + 2 * q + 3 * kv;
-  const int64_t projecting = rotated + 2 * h;
+  const int64_t rotated = own + 2 * q + 3 * kv;
+  const int64_t projecting = rotated + 2 * own + gathered;
   const int64_t attending = rotated + attention_bytes(b, dtype, s, target);
-  const int64_t mixing = rotated + q + 2 * h + product_scratch(s.tokens, b.heads * b.head_dim, dtype, target);
-  const int64_t feeding =
-      rotated + q + 3 * h + 3 * i + product_scratch(s.tokens, b.intermediate, dtype, target) + s.tokens * wide;
-  // The output matrix: the rows, normed; logits in the model's type.
-  const int64_t logits = s.sampled * (3 * b.hidden * bytes + b.vocab * bytes);
+  const int64_t mixing =
+      rotated + q + 2 * own + summed + product_scratch(s.tokens, b.heads * b.head_dim, dtype, target);
+  const int64_t feeding = rotated + q + 3 * own + gathered + summed + 3 * i +
+                          product_scratch(s.tokens, b.intermediate, dtype, target) + s.tokens * wide;
+  // The output matrix: the rows, normed; logits in the model's type, where it is cut those of all ranks, without what
+  // fills them up, and in the order of rows.
+  const int64_t copies = s.ranks == 1 ? 1 : b.vocab % s.ranks == 0 ? 2 : 3;
+  const int64_t logits = s.sampled * (3 * b.hidden * bytes + copies * b.vocab * bytes);
   // When nothing but the logits is left: those for the CPU's sampler, float32.
   const int64_t choosing = s.sampled * b.vocab * (bytes + (bytes == 4 ? 0 : 4));
-  return std::max(always + std::max({projecting, attending, mixing, feeding, h + logits}), choosing);
+  return std::max(always + std::max({projecting, attending, mixing, feeding, own + gathered + logits}), choosing);
 }
 
 // A row that the request's fields have edited, and 16 bytes for each token that may be drawn.

@@ -27,6 +27,15 @@ struct WeightBytes {
 // As they lie in memory: each tensor begins at a multiple of 64 values, and a tied output matrix is there once.
 WeightBytes weight_bytes(const ModelSpec& spec, DType dtype);
 
+// One of the ranks that a backbone is cut over.
+struct TensorRank {
+  int64_t ranks = 1, rank = 0;
+};
+// As weight_bytes of the backbone; the ranks must be ones that it can be cut over.
+int64_t backbone_bytes(const ModelSpec& spec, DType dtype, const TensorRank& rank);
+// What one of so many ranks computes with: its query heads, its key heads and its columns of the MLP.
+BackboneSpec rank_backbone(BackboneSpec spec, int64_t ranks);
+
 // Keys and values of one token in all layers.
 int64_t kv_bytes_a_token(const BackboneSpec& spec, DType dtype);
 // What the projector gives the backbone for an image of so many patches; what the encoder cache keeps.
@@ -45,8 +54,9 @@ struct StepShape {
   int64_t longest_context = 0;  // the most tokens that a sequence has in the end, those in its pages included
   int64_t visual_tokens = 0;    // of `tokens`
   int64_t sampled = 0;          // sequences whose next token is chosen: each has a row of logits
+  int64_t ranks = 1;            // that the backbone is cut over
 };
-// On the target's memory.
+// On the target's memory, of one rank.
 int64_t step_bytes(const BackboneSpec& spec, DType dtype, const StepShape& shape, const Target& target);
 // Of the CPU, beside the rows of logits themselves: what choosing from them copies, and keeps until a request ends.
 int64_t sampling_bytes(const BackboneSpec& spec, int64_t sampled);

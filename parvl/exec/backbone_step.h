@@ -1,0 +1,55 @@
+// One forward of the backbone over the sequences of a step: what goes in as plain data, which can be sent to the other
+// ranks of a cut backbone, and its computation on one rank.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "parvl/exec/kv_cache.h"
+#include "parvl/exec/load.h"
+#include "parvl/models/model.h"
+
+namespace parvl {
+
+// All that a rank cannot know by itself. T tokens of all sequences, one sequence after another.
+struct BackboneStep {
+  std::vector<int64_t> ids;                       // [T]
+  std::vector<std::array<int64_t, 3>> positions;  // [T], on the rotary axes
+  std::vector<PagedSequence> sequences;
+  std::vector<int64_t> visual_rows;  // of T, which the encoder's output takes, in order
+  std::vector<int64_t> sample_rows;  // of T, whose logits are asked for
+};
+
+std::string to_message(const BackboneStep& step);
+// InvalidArgument when it is not what to_message made.
+absl::StatusOr<BackboneStep> read_step(std::string_view message);
+
+// A rank's part of the backbone with its pages. One thread; all ranks run the same steps in the same order.
+class BackboneRunner {
+ public:
+  // Sets the pages' memory aside: of this rank's key heads. The files, with their weights, outlive it.
+  BackboneRunner(const LoadedFiles& files, int64_t blocks, int64_t block_size);
+
+  KvPages& pages() { return pages_; }
+  // Whether other ranks take part in every step.
+  bool is_cut() const { return !ranks().alone(); }
+  // Logits [S, V] of the rows that are asked for, on the device, on every rank; undefined without any. `visual`: the
+  // encoder's output [rows, hidden] for the step's visual_rows. Only the first rank needs to have it: it gives it to
+  // the others. Throws libtorch's exceptions and the group's errors.
+  at::Tensor run(const BackboneStep& step, const at::Tensor& visual);
+
+ private:
+  const TensorParallel& ranks() const { return model_.params().ranks(Module::kBackbone); }
+  at::Tensor share_visual(const at::Tensor& visual, int64_t rows) const;
+
+  const Model& model_;
+  const at::Device device_;
+  KvPages pages_;
+  std::shared_ptr<PagedAttention> attention_;
+};
+
+}  // namespace parvl
