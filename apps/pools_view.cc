@@ -33,7 +33,8 @@ std::vector<InstanceInfo> PoolsView::instances() const {
     InstanceInfo info;
     info.id = instance.id.value;
     info.epoch = instance.epoch;
-    if (instance.pid != 0) info.pids.push_back(instance.pid);
+    info.pids = instance.pids;
+    if (info.pids.empty() && instance.pid != 0) info.pids.push_back(instance.pid);
     info.pool = instance.pool;
     info.devices = devices_[instance.pool];
     info.device = instance.device;

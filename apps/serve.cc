@@ -10,6 +10,7 @@
 #include <random>
 
 #include "apps/commands.h"
+#include "apps/rank_processes.h"
 #include "apps/serve_pools.h"
 #include "parvl/base/json.h"
 #include "parvl/base/log.h"
@@ -92,7 +93,13 @@ absl::Status check_tensor_parallel(ServeFlags& flags) {
   if (flags.tensor_parallel_size < 1) {
     return invalid("--tensor-parallel-size must be at least 1, found ", flags.tensor_parallel_size);
   }
-  if (flags.tensor_parallel_size > 1) return not_available_yet("--tensor-parallel-size above 1");
+  if (flags.tensor_parallel_size > 1 && !flags.config.empty()) {
+    return invalid(
+        "--tensor-parallel-size is of a server without --config; an allocation says it for each pool: "
+        "llm_backbone: {parallel: tensor, tp_size: ",
+        flags.tensor_parallel_size, "}");
+  }
+  flags.engine.tensor_ranks = flags.tensor_parallel_size;
   return absl::OkStatus();
 }
 
@@ -157,6 +164,24 @@ absl::Status check_record(const ServeFlags& flags) {
   return invalid("--record-max-bytes must be at least ", kMinRecordBytes, ", found ", flags.engine.record_max_bytes);
 }
 
+// Later the server still says to whoever asks that it cannot answer.
+void tell_lost(const absl::Status& why, bool loading) {
+  log_error(why.message(), loading ? "" : "; nothing can be computed any more: start the server again");
+  if (!loading) return;
+  std::fflush(nullptr);
+  std::_Exit(exit_code(why));
+}
+
+// In this process, and those of its other ranks.
+absl::StatusOr<std::unique_ptr<Engine>> load_here(EngineOptions engine, const std::string& dir,
+                                                  const Context& context) {
+  engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.tensor_ranks, tell_lost});
+  PARVL_ASSIGN_OR_RETURN(auto out, load_engine(dir, engine, context.clock));
+  engine.load.startup->begin("warm-up");
+  PARVL_RETURN_IF_ERROR(warm_up(*out));
+  return out;
+}
+
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
@@ -206,9 +231,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
       takes_images = fleet->prompts().has_images();
       return fleet;
     }
-    PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.serve.model_dir, flags.engine, context.clock));
-    startup->begin("warm-up");
-    PARVL_RETURN_IF_ERROR(warm_up(*engine));
+    PARVL_ASSIGN_OR_RETURN(auto engine, load_here(flags.engine, flags.serve.model_dir, context));
     startup->begin("listening");
     takes_images = engine->prompts().has_images();
     return engine;
@@ -317,7 +340,8 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--allowed-private-media-hosts", flags->private_media_hosts,
                       "HOST,...: hosts whose address need not be public");
   command->add_option("--max-body-bytes", serve.http.body_bytes, "Largest request body")->capture_default_str();
-  command->add_option("--tensor-parallel-size", flags->tensor_parallel_size, "Also -tp; only 1 is available yet");
+  command->add_option("--tensor-parallel-size", flags->tensor_parallel_size,
+                      "Processes that the LLM is cut over; also -tp");
   command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
   add_telling_options(*command, *flags);
   add_placement_options(*command, *flags);

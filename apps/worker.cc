@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "apps/commands.h"
+#include "apps/rank_processes.h"
 #include "parvl/base/env.h"
 #include "parvl/base/log.h"
 #include "parvl/base/startup.h"
@@ -30,6 +31,10 @@ absl::Status run(WorkerOptions& options, const Context& context) {
   const auto told = [&](const EngineOptions& given, auto load, const std::string& dir) {
     EngineOptions engine = given;
     engine.load.startup = startup;
+    // The gateway moves what an instance had once its process has ended.
+    const auto gone = options.on_gone;
+    engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.tensor_ranks,
+                                         [gone](const absl::Status& why, bool /*loading*/) { gone(why); }});
     const Heartbeat heartbeat(startup);
     auto loaded = load(dir, engine, context.clock);
     if (loaded.ok()) startup->finish();

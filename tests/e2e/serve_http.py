@@ -249,8 +249,8 @@ class CommandLine(unittest.TestCase):
     def test_refusals(self):
         for flags, says in (((), "--model"),
                             (("--model", "x", "--config", "no/such.yaml"), "no/such.yaml"),
-                            (("--model", "x", "-tp", "2"), "--tensor-parallel-size"),
-                            (("--model", "x", "--tensor-parallel-size", "2"), "not available yet"),
+                            (("--model", "x", "-tp", "0"), "--tensor-parallel-size must be at least 1"),
+                            (("--model", "x", "--tensor-parallel-size", "2", "--config", "no/such.yaml"), "tp_size: 2"),
                             (("--model", "x", "--device-map", "a=cpu"), "--device-map is about an allocation; give its file with --config"),
                             (("--model", "x", "--print-config"), "--print-config is about an allocation; give its file with --config"),
                             (("--model", "x", "--port", "99999"), "--port"),

@@ -260,6 +260,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> make_gloo_communicator(const GlooO
     store.timeout = milliseconds(options.deadline_s);
     store.waitWorkers = false;
     const auto shared = c10::make_intrusive<c10d::TCPStore>(options.host, store);
+    if (store.isServer && options.on_listening) options.on_listening(shared->getPort());
     // All are here before any group is made.
     std::vector<std::string> everybody;
     for (int64_t rank = 0; rank < options.world; ++rank) {

@@ -157,6 +157,7 @@ void FleetEngine::publish() {
     InstanceStatus status;
     static_cast<InstanceView&>(status) = view;
     status.pid = link.pid;
+    status.pids = link.pids;
     status.device = link.device;
     status.waiting = link.counts.waiting;
     status.stats = link.counts;
@@ -312,6 +313,7 @@ void FleetEngine::act(const InstanceOrder& order) {
     case Kind::kStart:
       link.epoch = order.action.epoch;
       link.pid = 0;
+      link.pids.clear();
       starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.token});
       return;
     case Kind::kAssign:

@@ -40,6 +40,7 @@ struct FleetEngine::Live {
 struct FleetEngine::Link {
   std::optional<StreamId> stream;
   int64_t epoch = 0, pid = 0;
+  std::vector<int64_t> pids;
   std::string device;
   EngineStats counts;
   absl::Status refusal;  // why it would not take on its modules, when it would not

@@ -72,6 +72,7 @@ void FleetEngine::take_said(InstanceId id, int64_t epoch, const wire::Said& said
     case wire::Said::kLoaded:
       event.kind = Kind::kLoaded;
       links_[static_cast<size_t>(id.value)].device = said.loaded().device();
+      links_[static_cast<size_t>(id.value)].pids.assign(said.loaded().pids().begin(), said.loaded().pids().end());
       return act(fleet_.loaded(id, event, {said.loaded().max_running(), said.loaded().kv_tokens()}));
     case wire::Said::kWarmed:
       event.kind = Kind::kWarmed;

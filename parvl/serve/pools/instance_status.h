@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "parvl/base/status.h"
 #include "parvl/elastic/fleet.h"
@@ -11,7 +12,8 @@
 namespace parvl {
 
 struct InstanceStatus : InstanceView {
-  int64_t pid = 0;  // 0: none yet
+  int64_t pid = 0;            // 0: none yet
+  std::vector<int64_t> pids;  // of its ranks, `pid` first, once it has loaded and there are several
   std::string device;
   int64_t waiting = 0;   // of its engine
   EngineStats stats;     // of its engine, since the start of this epoch

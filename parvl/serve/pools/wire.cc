@@ -235,6 +235,7 @@ void write_options(const EngineOptions& options, wire::Assign& out) {
   out.set_encoder_cache_bytes(options.encoder_cache_bytes);
   out.set_prefix_caching(options.prefix_caching);
   out.set_enforce_eager(options.enforce_eager);
+  out.set_tensor_ranks(options.tensor_ranks);
   for (const std::string& module : options.load.modules) out.add_modules(module);
 }
 
@@ -251,6 +252,7 @@ EngineOptions read_options(const wire::Assign& message) {
   out.encoder_cache_bytes = message.encoder_cache_bytes();
   out.prefix_caching = message.prefix_caching();
   out.enforce_eager = message.enforce_eager();
+  out.tensor_ranks = std::max<int64_t>(1, message.tensor_ranks());
   out.load.modules.assign(message.modules().begin(), message.modules().end());
   return out;
 }

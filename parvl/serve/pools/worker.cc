@@ -176,6 +176,7 @@ class Worker {
       PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.engine(assign.model_dir(), options));
       loaded.set_max_running(engine->max_running());
       loaded.set_kv_tokens(engine->kv_tokens());
+      for (const int64_t pid : engine->pids()) loaded.add_pids(pid);
       loaded.set_device(engine->device_name());
       const auto& modules = assign.modules();
       holds_encoder_ = modules.empty() || std::find(modules.begin(), modules.end(), "vision_encoder") != modules.end();
