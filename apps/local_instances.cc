@@ -2,6 +2,8 @@
 
 #include <absl/strings/str_cat.h>
 
+#include <mutex>
+#include <optional>
 #include <utility>
 
 #include "parvl/launch/children.h"
@@ -12,12 +14,13 @@ namespace {
 // An epoch of an instance never comes again, so the two name a process.
 constexpr int kEpochBits = 32;
 
+// The process before has gone, and with it the memory of its device, before the next one of an instance starts.
 class LocalInstances : public InstanceStarter {
  public:
   LocalInstances(const std::string& program, std::map<std::string, std::string> devices)
-      : program_(program), devices_(std::move(devices)), children_([this](Children::Key key, const std::string& how) {
-          on_exit_(InstanceId{key >> kEpochBits}, key & ((int64_t{1} << kEpochBits) - 1), "its process " + how);
-        }) {}
+      : program_(program),
+        devices_(std::move(devices)),
+        children_([this](Children::Key key, const std::string& how) { ended(key, how); }) {}
 
   void set_on_exit(OnExit on_exit) override { on_exit_ = std::move(on_exit); }
 
@@ -30,7 +33,10 @@ class LocalInstances : public InstanceStarter {
     // Not an argument: those are for everybody on the machine to read.
     command.environment = {{"PARVL_RUN_TOKEN", launch.token}};
     if (devices_.at(launch.pool) == "cpu") command.environment.emplace_back("OMP_NUM_THREADS", "1");
-    children_.start(key_of(launch.instance, launch.epoch), std::move(command));
+    std::lock_guard lock(mutex_);
+    Instance& instance = instances_[launch.instance.value];
+    instance.next.emplace(key_of(launch.instance, launch.epoch), std::move(command));
+    if (!instance.runs) start_next(instance);
   }
 
   void kill(InstanceId instance, int64_t epoch) override { children_.kill(key_of(instance, epoch)); }
@@ -38,9 +44,31 @@ class LocalInstances : public InstanceStarter {
  private:
   static Children::Key key_of(InstanceId instance, int64_t epoch) { return instance.value << kEpochBits | epoch; }
 
+  struct Instance {
+    bool runs = false;
+    std::optional<std::pair<Children::Key, ChildCommand>> next;  // waits for the one that runs
+  };
+
+  // With the mutex.
+  void start_next(Instance& instance) {
+    auto [key, command] = *std::exchange(instance.next, std::nullopt);
+    instance.runs = true;
+    children_.start(key, std::move(command));
+  }
+
+  void ended(Children::Key key, const std::string& how) {
+    on_exit_(InstanceId{key >> kEpochBits}, key & ((int64_t{1} << kEpochBits) - 1), "its process " + how);
+    std::lock_guard lock(mutex_);
+    Instance& instance = instances_[key >> kEpochBits];
+    instance.runs = false;
+    if (instance.next.has_value()) start_next(instance);
+  }
+
   const std::string program_;
   const std::map<std::string, std::string> devices_;
   OnExit on_exit_;
+  std::mutex mutex_;
+  std::map<int64_t, Instance> instances_;
   Children children_;  // last: it tells while it lives
 };
 

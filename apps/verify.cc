@@ -221,6 +221,7 @@ void add_verify_command(CLI::App& app, Context& context) {
   command->add_option("--set", flags->overrides, "key=value over the recipe, e.g. parallel.llm_backbone.dp=2");
   command->add_option("--steps", flags->steps, "Optimizer steps")->check(CLI::Range(1, 100000))->capture_default_str();
   command->add_option("--dtype", flags->dtype, "float64, float32 or bfloat16; only float64 has a bound")
+      ->check(CLI::IsMember({"float64", "float32", "bfloat16"}))
       ->capture_default_str();
   command->add_flag("--ranks-as-threads", flags->ranks_as_threads, "All ranks in this process");
   command->add_flag("--json", flags->json, "One JSON object");

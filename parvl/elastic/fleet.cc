@@ -51,12 +51,12 @@ Fleet::Actions Fleet::loaded(InstanceId id, const InstanceEvent& event, const In
 }
 
 Fleet::Actions Fleet::step_began(InstanceId id, int64_t epoch, int64_t size, double at_s) {
-  const double limit_s = at(id).steps.limit_s(size);
+  const double limit_s = at(id).steps->limit_s(size);
   return instance(id, {.kind = InstanceEvent::Kind::kStepBegan, .at_s = at_s, .epoch = epoch, .step_s = limit_s});
 }
 
 Fleet::Actions Fleet::step_ended(InstanceId id, int64_t epoch, int64_t size, double seconds, double at_s) {
-  if (epoch == at(id).life.epoch()) at(id).steps.took(size, seconds);
+  if (epoch == at(id).life.epoch()) at(id).steps->took(size, seconds);
   return instance(id, {.kind = InstanceEvent::Kind::kStepEnded, .at_s = at_s, .epoch = epoch});
 }
 
@@ -71,6 +71,7 @@ void Fleet::carry_out(Instance& instance, const std::vector<InstanceAction>& act
     if (action.kind == Order::kFence) {
       instance.prefixes.clear();
       instance.images.clear();
+      instance.steps.emplace(settings_.first_step_s, settings_.step);  // the next process begins cold
       instance.room = {};
     }
     out.push_back(InstanceOrder{instance.id, action});
@@ -114,8 +115,18 @@ Fleet::Actions Fleet::request(RequestId id, const RequestEvent& event, double at
       if (request.holding[i] == lost) request.leave_output(i);
     }
   }
+  if (event.kind == Tell::kEncodingFailed && event.item < request.encoding.size()) {
+    request.failed_encoding[event.item] = request.encoding[event.item];
+  }
+  if (event.kind == Tell::kOutputLost && event.item < request.encoding.size()) {
+    request.failed_encoding[event.item] = request.holding[event.item];
+  }
   Actions out;
   std::vector<RequestAction> actions = request.life.handle(event);
+  if (event.kind == Tell::kGenerationFailed && !actions.empty()) {
+    request.failed_generating = request.generating;
+    request.leave_generation();
+  }
   // What the lifecycle did not take up was late, and changes nothing here either.
   const bool encoded = event.kind == Tell::kEncoded && event.item < request.encoding.size();
   if (encoded && request.life.holder(event.item).has_value() && request.encoding[event.item] != nullptr) {
@@ -129,27 +140,30 @@ Fleet::Actions Fleet::request(RequestId id, const RequestEvent& event, double at
   return out;
 }
 
+// One after the other, what follows from an action before the next one: a choice counts for the choice after it.
 void Fleet::carry_out(RequestId id, std::vector<RequestAction> actions, double at_s, Actions& out) {
   Request& request = *requests_.at(id);
-  std::deque<RequestEvent> events;
-  for (;;) {
-    for (const RequestAction& action : actions) apply(id, request, action, at_s, events, out);
-    if (request.life.ended()) break;
-    if (events.empty()) return;
-    actions = request.life.handle(events.front());
-    events.pop_front();
+  std::deque<RequestAction> left(actions.begin(), actions.end());
+  while (!left.empty()) {
+    const RequestAction action = std::move(left.front());
+    left.pop_front();
+    const std::optional<RequestEvent> event = apply(id, request, action, at_s, out);
+    if (!event.has_value()) continue;
+    const std::vector<RequestAction> next = request.life.handle(*event);
+    left.insert(left.begin(), next.begin(), next.end());
   }
+  if (!request.life.ended()) return;
   request.leave_all();
   std::erase_if(parked_, [id](const Parked& parked) { return parked.request == id; });
   requests_.erase(id);
 }
 
-void Fleet::apply(RequestId id, Request& request, const RequestAction& action, double at_s,
-                  std::deque<RequestEvent>& events, Actions& out) {
+std::optional<RequestEvent> Fleet::apply(RequestId id, Request& request, const RequestAction& action, double at_s,
+                                         Actions& out) {
   switch (action.kind) {
     case Do::kPlaceEncoding:
     case Do::kPlaceGeneration:
-      return place(id, request, action, at_s, events);
+      return place(id, request, action, at_s);
     case Do::kEncode: {
       Instance& instance = at(action.instance);
       request.encoding[action.item] = &instance;
@@ -184,12 +198,12 @@ void Fleet::apply(RequestId id, Request& request, const RequestAction& action, d
       break;
   }
   out.push_back(RequestOrder{id, action});
+  return std::nullopt;
 }
 
 // What was asked for before is not asked for any more: of that item, or of the generation, for which all items must be
 // there.
-void Fleet::place(RequestId id, Request& request, const RequestAction& action, double at_s,
-                  std::deque<RequestEvent>& events) {
+std::optional<RequestEvent> Fleet::place(RequestId id, Request& request, const RequestAction& action, double at_s) {
   const bool encodes = action.kind == Do::kPlaceEncoding;
   std::erase_if(parked_, [&](const Parked& parked) {
     return parked.request == id && (parked.action.kind == Do::kPlaceGeneration || parked.action.item == action.item);
@@ -202,26 +216,25 @@ void Fleet::place(RequestId id, Request& request, const RequestAction& action, d
   }
   const auto can = encodes ? &FleetPool::encodes : &FleetPool::generates;
   if (const auto chosen = choose(request, action); chosen.has_value()) {
-    events.push_back({.kind = encodes ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
-                      .instance = *chosen,
-                      .item = action.item,
-                      .attempt = action.attempt});
-    return;
+    return RequestEvent{.kind = encodes ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
+                        .instance = *chosen,
+                        .item = action.item,
+                        .attempt = action.attempt};
   }
   const bool coming = std::any_of(instances_.begin(), instances_.end(), [&](const auto& instance) {
     const State state = instance->life.state();
     return pool_of(*instance).*can && state != State::kGone && state != State::kDraining;
   });
-  if (coming) {
-    parked_.push_back({id, action, at_s + settings_.park_s});
-  } else {
-    events.push_back({.kind = Tell::kNowhere, .status = missing(can)});
-  }
+  if (!coming) return RequestEvent{.kind = Tell::kNowhere, .status = missing(can)};
+  parked_.push_back({id, action, at_s + settings_.park_s});
+  return std::nullopt;
 }
 
 std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAction& action) const {
   const bool encodes = action.kind == Do::kPlaceEncoding;
+  const Instance* const failed = encodes ? request.failed_encoding[action.item] : request.failed_generating;
   std::vector<InstanceLoad> loads;
+  std::optional<InstanceLoad> last;
   for (const auto& instance : instances_) {
     const FleetPool& pool = pool_of(*instance);
     if (!instance->open || !(encodes ? pool.encodes : pool.generates)) continue;
@@ -238,8 +251,13 @@ std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAct
     } else {
       load.cached_tokens = static_cast<int64_t>(instance->prefixes.match(request.what.chain)) * settings_.block_tokens;
     }
-    loads.push_back(load);
+    if (instance.get() == failed) {
+      last = load;
+    } else {
+      loads.push_back(load);
+    }
   }
+  if (loads.empty() && last.has_value()) loads.push_back(*last);
   return encodes ? route_encoding(loads, request.what.patches[action.item], settings_.costs)
                  : route_generation(loads, request.what.needs, settings_.costs);
 }

@@ -125,10 +125,10 @@ class Fleet {
 
   void carry_out(Instance& instance, const std::vector<InstanceAction>& actions, double at_s, Actions& out);
   void carry_out(RequestId id, std::vector<RequestAction> actions, double at_s, Actions& out);
-  void apply(RequestId id, Request& request, const RequestAction& action, double at_s, std::deque<RequestEvent>& events,
-             Actions& out);
-  void place(RequestId id, Request& request, const RequestAction& action, double at_s,
-             std::deque<RequestEvent>& events);
+  // What follows at once, of an action that asks for a place.
+  std::optional<RequestEvent> apply(RequestId id, Request& request, const RequestAction& action, double at_s,
+                                    Actions& out);
+  std::optional<RequestEvent> place(RequestId id, Request& request, const RequestAction& action, double at_s);
   std::optional<InstanceId> choose(const Request& request, const RequestAction& action) const;
   void move_all(Instance& instance, double at_s, Actions& out);
   void place_parked(double at_s, Actions& out);

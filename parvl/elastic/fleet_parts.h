@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -14,14 +15,14 @@ struct Fleet::Instance {
       : id(name),
         pool(in_pool),
         life(settings.instance),
-        steps(settings.first_step_s, settings.step),
+        steps(std::in_place, settings.first_step_s, settings.step),
         prefixes(settings.index_limit),
         images(settings.index_limit) {}
 
   const InstanceId id;
   const size_t pool;
   InstanceLifecycle life;
-  StepDeadline steps;
+  std::optional<StepDeadline> steps;
   PrefixIndex prefixes, images;
   bool open = false;
   InstanceRoom room;
@@ -33,13 +34,17 @@ struct Fleet::Instance {
 
 // Where the parts of a request are, as its actions said.
 struct Fleet::Request {
-  Request(FleetRequest of, size_t items) : life(of.shape), what(std::move(of)), encoding(items), holding(items) {}
+  Request(FleetRequest of, size_t items)
+      : life(of.shape), what(std::move(of)), encoding(items), holding(items), failed_encoding(items) {}
 
   RequestLifecycle life;
   FleetRequest what;
   Instance* generating = nullptr;
   int64_t pending_tokens = 0;  // of the prompt, until the first token of this attempt
   std::vector<Instance*> encoding, holding;
+  // Who could not do it the last time: nobody's choice while there is another.
+  std::vector<const Instance*> failed_encoding;
+  const Instance* failed_generating = nullptr;
 
   bool uses(const Instance& instance) const {
     const auto is_it = [&](const Instance* one) { return one == &instance; };

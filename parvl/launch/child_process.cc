@@ -1,5 +1,6 @@
 #include "parvl/launch/child_process.h"
 
+#include <linux/close_range.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -23,6 +24,7 @@ namespace {
   sigemptyset(&none);
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
   for (const int signal : {SIGINT, SIGTERM, SIGPIPE}) ::signal(signal, SIG_DFL);
+  ::close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);  // listeners and clients are no business of a child
   ::execvpe(arguments[0], arguments, environment);
   constexpr char kText[] = "parvl: the command cannot be started: ";
   const char* reason = ::strerrordesc_np(errno);

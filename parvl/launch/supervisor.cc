@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -33,6 +34,8 @@ absl::StatusOr<int64_t> free_port() {
   if (!ok) return failed("no free port for the ranks to meet at: ", std::strerror(error));
   return ntohs(address.sin_port);
 }
+
+constexpr double kGraceAfterFailure_s = 10;
 
 struct Rank {
   int64_t rank = 0;
@@ -92,8 +95,10 @@ class Attempt {
       const bool asked = !stopped && waits.size() > alive.size() && ready > 0 && waits.back().revents != 0;
       stopped = stopped || asked;
       if (grace_ms.has_value() || (first == nullptr && !stopped)) continue;
+      // Without the one that failed the others have nothing to finish.
+      grace_s_ = first != nullptr ? std::min(options_.grace_s, kGraceAfterFailure_s) : options_.grace_s;
       signal_all(SIGTERM);
-      grace_ms = static_cast<int>(options_.grace_s * 1e3);
+      grace_ms = static_cast<int>(grace_s_ * 1e3);
     }
   }
 
@@ -112,8 +117,8 @@ class Attempt {
   void kill_the_rest() {
     for (const Rank& rank : ranks_) {
       if (rank.ended.has_value() || !options_.log) continue;
-      options_.log(absl::StrCat("rank ", rank.rank, " did not end within ", options_.grace_s,
-                                " s of being asked to, and is killed"));
+      options_.log(
+          absl::StrCat("rank ", rank.rank, " did not end within ", grace_s_, " s of being asked to, and is killed"));
     }
     signal_all(SIGKILL);
   }
@@ -126,6 +131,7 @@ class Attempt {
 
   const LaunchOptions& options_;
   const int64_t attempt_;
+  double grace_s_ = 0;  // once they were asked to end
   std::vector<Rank> ranks_;
 };
 

@@ -18,7 +18,7 @@ struct LaunchOptions {
   std::string master_host = "127.0.0.1";        // of rank 0
   int64_t master_port = 0;                      // 0, with one machine: a free one
   int64_t max_restarts = 0;                     // of all ranks together, after one of them died
-  double grace_s = 60;                          // from SIGTERM to SIGKILL
+  double grace_s = 60;                          // from SIGTERM to SIGKILL; at most 10 after a rank has failed
   int stop_descriptor = -1;                     // readable when the run is to end; -1: never
   std::function<void(const std::string&)> log;  // a line an event; may be empty
 };

@@ -2,174 +2,10 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include <map>
-#include <set>
-
-#include "parvl/elastic/fleet_record.h"
+#include "tests/unit/fleet_world.h"
 
 namespace parvl {
 namespace {
-
-using Order = InstanceAction::Kind;
-using Do = RequestAction::Kind;
-using Said = InstanceEvent::Kind;
-using Tell = RequestEvent::Kind;
-using State = InstanceState;
-
-FleetSettings two_pools() {
-  FleetSettings out;
-  out.pools = {{.name = "encoder-pool", .instances = 2, .encodes = true, .generates = false},
-               {.name = "llm-pool", .instances = 2, .encodes = false, .generates = true}};
-  return out;
-}
-
-// Processes that do as they are told, and break as the test says.
-class World {
- public:
-  explicit World(const FleetSettings& settings) : fleet(settings, [this](std::string_view line) { record += line; }) {
-    take(fleet.start(now));
-  }
-
-  struct Process {
-    int64_t epoch = 0;
-    bool alive = false;
-    std::map<std::pair<int64_t, int>, int64_t> generations;  // request and attempt → next token
-    std::set<std::tuple<int64_t, size_t, int>> encodings, held;
-    std::vector<Order> orders;
-  };
-  struct Client {
-    int64_t delivered = 0;
-    int ends = 0;
-    absl::Status status;
-  };
-
-  void take(const Fleet::Actions& actions) {
-    for (const FleetAction& action : actions) {
-      if (const auto* order = std::get_if<InstanceOrder>(&action)) {
-        obey(*order);
-      } else {
-        obey(std::get<RequestOrder>(action));
-      }
-    }
-  }
-
-  void say(InstanceId id, Said kind) {
-    const Process& process = processes[id.value];
-    if (!process.alive) return;
-    const InstanceEvent event = {.kind = kind, .at_s = now, .epoch = process.epoch};
-    take(kind == Said::kLoaded ? fleet.loaded(id, event, {4, 1000}) : fleet.instance(id, event));
-  }
-  void open(InstanceId id) {
-    for (const Said kind : {Said::kHello, Said::kLoaded, Said::kWarmed}) say(id, kind);
-  }
-  void die(InstanceId id) {
-    Process& process = processes[id.value];
-    if (!process.alive) return;
-    const int64_t epoch = process.epoch;
-    process = {.epoch = epoch};
-    take(fleet.instance(id, {.kind = Said::kExited, .at_s = now, .epoch = epoch}));
-  }
-  void pass(double seconds) {
-    const double until = now + seconds;
-    while (fleet.fleet().next_tick_s() <= until) {
-      now = std::max(now, fleet.fleet().next_tick_s());
-      for (auto& [id, process] : processes) say(InstanceId{id}, Said::kAlive);  // whoever lives is heard of
-      take(fleet.tick(now));
-    }
-    now = until;
-  }
-  void arrive(int64_t id, size_t items, int64_t tokens) {
-    FleetRequest request;
-    request.shape.items = items;
-    request.needs = {10, 20};
-    request.chain = {1, 2, static_cast<uint64_t>(100 + id)};
-    for (size_t i = 0; i < items; ++i) {
-      request.patches.push_back(16);
-      request.item_key.push_back(i);
-    }
-    clients[id] = {};
-    lengths[id] = tokens;
-    take(fleet.arrive(RequestId{id}, request, now));
-  }
-  // One piece of work of this instance is done.
-  void work(InstanceId id) {
-    Process& process = processes[id.value];
-    if (!process.encodings.empty()) {
-      const auto [request, item, attempt] = *process.encodings.begin();
-      process.encodings.erase(process.encodings.begin());
-      process.held.emplace(request, item, attempt);
-      take(fleet.request(RequestId{request}, {.kind = Tell::kEncoded, .instance = id, .item = item, .attempt = attempt},
-                         now));
-      return;
-    }
-    if (process.generations.empty()) return;
-    auto& [key, next] = *process.generations.begin();
-    const auto [request, attempt] = key;
-    const int64_t index = next++;
-    if (next == lengths[request]) process.generations.erase(key);
-    const bool last = index + 1 == lengths[request];
-    take(fleet.request(RequestId{request}, {.kind = Tell::kToken, .instance = id, .attempt = attempt, .index = index},
-                       now));
-    if (last) {
-      take(fleet.request(RequestId{request}, {.kind = Tell::kFinished, .instance = id, .attempt = attempt}, now));
-    }
-  }
-
-  std::string record;
-  RecordedFleet fleet;
-  double now = 0;
-  std::map<int64_t, Process> processes;
-  std::map<int64_t, Client> clients;
-  std::map<int64_t, int64_t> lengths;
-
- private:
-  void obey(const InstanceOrder& order) {
-    Process& process = processes[order.instance.value];
-    if (order.action.kind == Order::kStart) {
-      process = {.epoch = order.action.epoch, .alive = true};
-    } else if (order.action.kind == Order::kKill) {
-      process = {.epoch = order.action.epoch};
-    }
-    process.orders.push_back(order.action.kind);
-  }
-
-  void obey(const RequestOrder& order) {
-    const int64_t id = order.request.value;
-    const RequestAction& action = order.action;
-    const auto open = [&] { return fleet.fleet().instances()[static_cast<size_t>(action.instance.value)].open; };
-    Process& process = processes[action.instance.value];
-    switch (action.kind) {
-      case Do::kEncode:
-        EXPECT_TRUE(open()) << "work for one that takes none";
-        process.encodings.emplace(id, action.item, action.attempt);
-        break;
-      case Do::kGenerate:
-        EXPECT_TRUE(open()) << "work for one that takes none";
-        if (lengths[id] == clients[id].delivered) break;
-        process.generations[{id, action.attempt}] = clients[id].delivered;
-        break;
-      case Do::kDeliver:
-        ++clients[id].delivered;
-        break;
-      case Do::kLetGo:
-        process.held.erase({id, action.item, action.attempt});
-        break;
-      case Do::kCancelEncoding:
-        process.encodings.erase({id, action.item, action.attempt});
-        break;
-      case Do::kCancelGeneration:
-        process.generations.erase({id, action.attempt});
-        break;
-      case Do::kEnd:
-        ++clients[id].ends;
-        clients[id].status = action.status;
-        break;
-      case Do::kPlaceEncoding:
-      case Do::kPlaceGeneration:
-        ADD_FAILURE() << "a place that nobody has chosen";
-    }
-  }
-};
 
 TEST(Fleet, AnImageIsEncodedInOnePoolAndItsAnswerGeneratedInTheOther) {
   World world(two_pools());
@@ -248,6 +84,48 @@ TEST(Fleet, EqualPromptsGoWhereTheirPrefixIs) {
     world.take(world.fleet.request(RequestId{id}, {.kind = Tell::kFinished, .attempt = 1}, world.now));
   }
   EXPECT_THAT(where, ::testing::ElementsAre(2, 2, 2));
+}
+
+TEST(Fleet, ImagesOfOneRequestAreSpreadAndOneThatFailedIsTriedElsewhere) {
+  World world(two_pools());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.arrive(1, 2, 3);
+  EXPECT_EQ(world.processes[0].encodings.size(), 1u);
+  EXPECT_EQ(world.processes[1].encodings.size(), 1u);
+  const auto [request, item, attempt] = *world.processes[0].encodings.begin();
+  world.processes[0].encodings.clear();
+  const absl::Status gone = absl::UnavailableError("its pixels did not come");
+  world.take(world.fleet.request(
+      RequestId{1},
+      {.kind = Tell::kEncodingFailed, .instance = InstanceId{0}, .item = item, .attempt = attempt, .status = gone},
+      world.now));
+  EXPECT_EQ(world.processes[0].encodings.size(), 0u) << "it has just failed there";
+  EXPECT_EQ(world.processes[1].encodings.size(), 2u);
+  world.work(InstanceId{1});
+  world.work(InstanceId{1});
+  const int64_t first = world.processes[2].generations.empty() ? 3 : 2, other = 5 - first;
+  world.processes[first].generations.clear();
+  world.take(world.fleet.request(
+      RequestId{1}, {.kind = Tell::kGenerationFailed, .instance = InstanceId{first}, .attempt = 1, .status = gone},
+      world.now));
+  EXPECT_EQ(world.processes[other].generations.size(), 1u);
+  EXPECT_EQ(world.fleet.fleet().instances()[static_cast<size_t>(first)].running, 0);
+}
+
+TEST(Fleet, AProcessThatIsStartedAgainMayTakeItsTimeForItsFirstStep) {
+  World world(two_pools());
+  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  for (int i = 0; i < 50; ++i) {
+    world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
+    world.take(world.fleet.step_ended(InstanceId{2}, 1, 16, 0.01, world.now));
+  }
+  world.die(InstanceId{2});
+  world.pass(1);
+  world.say(InstanceId{2}, Said::kHello);
+  world.say(InstanceId{2}, Said::kLoaded);
+  world.take(world.fleet.step_began(InstanceId{2}, 2, 16, world.now));
+  world.pass(20);
+  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kWarming);
 }
 
 TEST(Fleet, AHungStepIsFoundByWhatStepsOfItsSizeHaveTaken) {

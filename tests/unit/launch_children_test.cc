@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -58,6 +59,15 @@ TEST_F(ChildrenTest, TellOnceHowEachEnded) {
   EXPECT_EQ(ended(2), "was ended by Killed");
   EXPECT_EQ(ended(3), "ended with exit code 2");
   EXPECT_EQ(ended(4), "ended with exit code 0");
+}
+
+TEST_F(ChildrenTest, InheritNoDescriptorButTheThreeOfEverybody) {
+  const int open = ::dup(STDERR_FILENO);  // as a listener that somebody opened without close-on-exec
+  ASSERT_GT(open, 2);
+  Children children(listener());
+  children.start(1, {{"sh", "-c", "test ! -e /proc/$$/fd/" + std::to_string(open) + " && test -e /proc/$$/fd/2"}});
+  EXPECT_EQ(ended(1), "ended with exit code 0");
+  ::close(open);
 }
 
 TEST_F(ChildrenTest, KillEndsOneWithWhatItHasStarted) {

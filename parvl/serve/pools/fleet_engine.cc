@@ -13,6 +13,7 @@ namespace parvl {
 namespace {
 
 constexpr int64_t kStartFailures = 3;    // of one instance before the first time that all are ready
+constexpr double kStandstill_s = 1;      // a turn of the thread that takes longer
 constexpr double kLongestWait_s = 3600;  // of the thread, when nothing is due
 
 void add(EngineStats& to, const EngineStats& more) {
@@ -99,7 +100,9 @@ FleetEngine::~FleetEngine() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
-  for (auto& [id, live] : live_) live->request.on_end(std::exchange(live->result, {}));
+  for (auto* requests : {&live_, &submitted_}) {
+    for (auto& [id, live] : *requests) live->request.on_end(std::exchange(live->result, {}));
+  }
   for (size_t i = 0; i < links_.size(); ++i) starter_->kill(InstanceId{static_cast<int64_t>(i)}, links_[i].epoch);
   server_.reset();  // its handlers may still have posted; nobody runs that any more
   starter_.reset();
@@ -111,6 +114,8 @@ absl::Status FleetEngine::wait_ready() {
   changed_.wait(lock, [&] {
     bool all = !published_.instances.empty();
     for (const InstanceStatus& instance : published_.instances) {
+      // Somebody wants it gone already: it is not waited for.
+      if (instance.state == InstanceState::kDraining || instance.state == InstanceState::kGone) continue;
       all = all && instance.open;
       if (instance.open || instance.failures == 0) continue;
       const absl::Status why = instance.refusal;
@@ -132,18 +137,30 @@ void FleetEngine::post(Task task) {
   changed_.notify_all();
 }
 
+// Time is told only once all that was heard has been looked at, and not right after this thread, or the whole process,
+// stood still: else everybody's silence would be taken for theirs.
 void FleetEngine::loop() {
+  double calm_s = now();  // from when on time may be told
   for (;;) {
     std::deque<Task> tasks;
     {
       std::unique_lock lock(mutex_);
-      const double wait_s = std::clamp(fleet_.fleet().next_tick_s() - now(), 0.0, kLongestWait_s);
+      const double due_s = std::max(calm_s, fleet_.fleet().next_tick_s());
+      const double wait_s = std::clamp(due_s - now(), 0.0, kLongestWait_s), begun_s = now();
       changed_.wait_for(lock, std::chrono::duration<double>(wait_s), [this] { return stopping_ || !tasks_.empty(); });
       if (stopping_) return;
+      if (now() - begun_s > wait_s + kStandstill_s) calm_s = now() + kStandstill_s;
       tasks.swap(tasks_);
     }
+    const double begun_s = now();
     for (const Task& task : tasks) task();
-    if (now() >= fleet_.fleet().next_tick_s()) act(fleet_.tick(now()));
+    if (now() - begun_s > kStandstill_s) calm_s = now() + kStandstill_s;
+    bool heard_all;
+    {
+      std::lock_guard lock(mutex_);
+      heard_all = tasks_.empty();
+    }
+    if (heard_all && now() >= std::max(calm_s, fleet_.fleet().next_tick_s())) act(fleet_.tick(now()));
     publish();
   }
 }
@@ -177,7 +194,8 @@ void FleetEngine::publish() {
   std::function<void()> tell;
   {
     std::lock_guard lock(mutex_);
-    const bool differs = next.capacity != published_.capacity || next.accepts.ok() != published_.accepts.ok();
+    const bool differs = next.capacity != published_.capacity || next.kv_tokens != published_.kv_tokens ||
+                         next.accepts.ok() != published_.accepts.ok();
     if (differs) tell = capacity_changed_;
     published_ = std::move(next);
   }
@@ -192,7 +210,7 @@ RequestId FleetEngine::submit(EngineRequest request) {
   const auto tokens = static_cast<int64_t>(request.prompt->ids.size());
   const int64_t room = std::max<int64_t>(0, max_model_len() - tokens), most = request.sampling.max_tokens;
   what.needs = {tokens, tokens + (most < 0 ? room : std::min(most, room))};
-  auto live = std::make_shared<Live>();
+  auto live = std::make_unique<Live>();
   if (encodes_apart_) {
     for (const auto& image : request.prompt->images) {
       what.patches.push_back(image->num_patches());
@@ -208,9 +226,13 @@ RequestId FleetEngine::submit(EngineRequest request) {
   {
     std::lock_guard lock(mutex_);
     id = RequestId{next_id_++};
+    submitted_.emplace(id, std::move(live));
   }
-  post([this, id, live = std::move(live), what = std::move(what)] {
-    live_.emplace(id, std::make_unique<Live>(std::move(*live)));
+  post([this, id, what = std::move(what)] {
+    {
+      std::lock_guard lock(mutex_);
+      live_.emplace(id, std::move(submitted_.extract(id).mapped()));
+    }
     act(fleet_.arrive(id, what, now()));
   });
   return id;
@@ -313,6 +335,7 @@ void FleetEngine::act(const InstanceOrder& order) {
     case Kind::kStart:
       link.epoch = order.action.epoch;
       link.pid = 0;
+      link.stream.reset();
       link.pids.clear();
       starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.token});
       return;

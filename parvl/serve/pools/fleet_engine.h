@@ -45,8 +45,7 @@ struct FleetOptions {
   std::string token;                         // of this run; whoever shows it is an instance
   int64_t pixel_bytes = int64_t{1} << 30;    // of memory in which images wait for their instances to fetch them
   int64_t feature_bytes = int64_t{1} << 30;  // likewise encoder output, on each instance that encodes
-  // Told of the engine before its instances start, and of nullptr before it goes. May be null.
-  std::function<void(FleetEngine*)> watch;
+  std::function<void(FleetEngine*)> watch;   // told of the engine before its start, of null before its end; may be null
 };
 
 class FleetEngine : public Engine {
@@ -139,6 +138,7 @@ class FleetEngine : public Engine {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
+  std::map<RequestId, std::unique_ptr<Live>> submitted_;  // that the thread has not taken up yet
   bool stopping_ = false;
   int64_t next_id_ = 1;
   Snapshot published_;

@@ -31,7 +31,10 @@ std::string places_text(const std::vector<InstanceId>& instances, const std::str
 bool FleetEngine::attach(StreamId stream, InstanceId id, const wire::FromInstance& message) {
   Link& link = links_[static_cast<size_t>(id.value)];
   const bool speaks = message.said_size() > 0 && message.said(0).has_hello();
-  if (!speaks || message.epoch() != link.epoch || link.stream.has_value()) return false;
+  const InstanceState state = fleet_.fleet().instances()[static_cast<size_t>(id.value)].state;
+  if (!speaks || message.epoch() != link.epoch || link.stream.has_value() || state != InstanceState::kStarting) {
+    return false;
+  }
   streams_.emplace(stream, id);
   link.stream = stream;
   link.pid = message.said(0).hello().pid();
@@ -104,10 +107,12 @@ void FleetEngine::lost_stream(StreamId stream) {
   const auto found = streams_.find(stream);
   if (found == streams_.end()) return;
   const InstanceId id = found->second;
-  act(fleet_.instance(id, {.kind = InstanceEvent::Kind::kExited,
-                           .at_s = now(),
-                           .epoch = links_[static_cast<size_t>(id.value)].epoch,
-                           .reason = "its connection broke"}));
+  Link& link = links_[static_cast<size_t>(id.value)];
+  act(fleet_.instance(
+      id,
+      {.kind = InstanceEvent::Kind::kExited, .at_s = now(), .epoch = link.epoch, .reason = "its connection broke"}));
+  streams_.erase(stream);
+  if (link.stream == stream) link.stream.reset();
 }
 
 void FleetEngine::take_token(InstanceId id, const wire::Token& token) {
@@ -202,9 +207,12 @@ void FleetEngine::encode(const RequestOrder& order, Live& live) {
   const size_t item = order.action.item;
   live.items[item] = {order.action.attempt, ""};
   note(live.encoded_on, order.action.instance);
-  publish_images({live.request.prompt->images[item]}, [this, order, item](const auto& handles, const auto& status) {
+  const int64_t epoch = links_[static_cast<size_t>(order.action.instance.value)].epoch;
+  publish_images({live.request.prompt->images[item]}, [this, order, item, epoch](const auto& handles,
+                                                                                 const auto& status) {
     const auto found = live_.find(order.request);
-    if (found == live_.end() || found->second->items[item].attempt != order.action.attempt) {
+    const bool lost = links_[static_cast<size_t>(order.action.instance.value)].epoch != epoch;  // and asked of another
+    if (lost || found == live_.end() || found->second->items[item].attempt != order.action.attempt) {
       for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
       return;
     }
@@ -260,9 +268,11 @@ void FleetEngine::generate(const RequestOrder& order, Live& live) {
   std::vector<ImagePlace> places;
   for (const Live::Item& item : live.items) places.push_back({"", item.output});
   if (!live.items.empty() || images.empty()) return send_generate(order, live, places);
-  publish_images(images, [this, order](const auto& handles, const auto& status) {
+  const int64_t epoch = links_[static_cast<size_t>(order.action.instance.value)].epoch;
+  publish_images(images, [this, order, epoch](const auto& handles, const auto& status) {
     const auto found = live_.find(order.request);
-    if (found == live_.end() || found->second->generation != order.action.attempt) {
+    const bool lost = links_[static_cast<size_t>(order.action.instance.value)].epoch != epoch;
+    if (lost || found == live_.end() || found->second->generation != order.action.attempt) {
       for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
       return;
     }

@@ -9,6 +9,7 @@ namespace parvl {
 namespace {
 
 constexpr double kPull_s = 10;  // for one image's pixels or features
+constexpr int kSick = 3;        // requests that failed inside, one after the other
 
 wire::Said ended(const std::pair<int64_t, int32_t>& of, const absl::StatusOr<GenerateResult>& result) {
   wire::Said said;
@@ -102,6 +103,7 @@ void GenerateService::tell_gateway(const Attempt& of, EngineRequest& request) {
       const auto* output = static_cast<const Output*>(outputs[i].get());
       if (output != nullptr && output->failed()) end.mutable_ended()->add_not_fetched(static_cast<int32_t>(i));
     }
+    tell_if_sick(result.status());
     if (last->has_value()) {
       stream_.add({**last, end});
     } else {
@@ -110,6 +112,21 @@ void GenerateService::tell_gateway(const Attempt& of, EngineRequest& request) {
     std::lock_guard lock(mutex_);
     live_.erase(of);
   };
+}
+
+// Steps that fail one after the other, whoever's they are: a device that is lost says so for ever, and an instance that
+// fails at once is the one that is never busy.
+void GenerateService::tell_if_sick(const absl::Status& status) {
+  if (status.code() != absl::StatusCode::kInternal) {
+    if (status.ok()) failures_ = 0;
+    return;
+  }
+  if (++failures_ != kSick) return;
+  wire::Said said;
+  write_failure(absl::InternalError(absl::StrCat(
+                    kSick, " requests failed in it one after the other, the last with: ", status.message())),
+                *said.mutable_refused());
+  stream_.add(std::move(said));
 }
 
 // First its pixels, then its grammar, then it goes to the engine.

@@ -51,9 +51,11 @@ class GenerateService {
   void compile(Job job);
   void start(Job job);
   void fail(const Attempt& of, const absl::Status& status);
+  void tell_if_sick(const absl::Status& status);
 
   TransferSink& sink_;
   StreamClient& stream_;
+  int failures_ = 0;  // inside, one after the other; the engine's thread
   std::mutex mutex_;
   absl::flat_hash_map<Attempt, Live> live_;
   std::unique_ptr<Engine> engine_;

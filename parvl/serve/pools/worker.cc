@@ -51,7 +51,10 @@ class Worker {
         commands.swap(commands_);
       }
       for (const wire::Command& command : commands) {
-        if (command.release()) return absl::OkStatus();
+        if (command.release()) {
+          released_ = true;  // that the stream ends now is no news
+          return absl::OkStatus();
+        }
         PARVL_RETURN_IF_ERROR(obey(command));
       }
     }
@@ -91,7 +94,7 @@ class Worker {
       gone_ = gone;
     }
     changed_.notify_all();
-    if (options_.on_gone) options_.on_gone(gone);
+    if (options_.on_gone && !released_) options_.on_gone(gone);
   }
 
   void say(wire::Said said) {
@@ -206,6 +209,7 @@ class Worker {
   std::condition_variable changed_;
   std::deque<wire::Command> commands_;
   std::optional<absl::Status> gone_;
+  std::atomic<bool> released_ = false;
   std::atomic<bool> ready_ = false;  // one of the services is there
   bool holds_encoder_ = false;
   std::string model_dir_;

@@ -1,0 +1,79 @@
+#include "tests/unit/fleet_world.h"
+
+namespace parvl {
+
+void World::work(InstanceId id) {
+  Process& process = processes[id.value];
+  if (!process.encodings.empty()) {
+    const auto [request, item, attempt] = *process.encodings.begin();
+    process.encodings.erase(process.encodings.begin());
+    process.held.emplace(request, item, attempt);
+    take(fleet.request(RequestId{request}, {.kind = Tell::kEncoded, .instance = id, .item = item, .attempt = attempt},
+                       now));
+    return;
+  }
+  if (process.generations.empty()) return;
+  auto& [key, next] = *process.generations.begin();
+  const auto [request, attempt] = key;
+  const int64_t index = next++;
+  if (next == lengths[request]) process.generations.erase(key);
+  const bool last = index + 1 == lengths[request];
+  take(fleet.request(RequestId{request}, {.kind = Tell::kToken, .instance = id, .attempt = attempt, .index = index},
+                     now));
+  if (last) {
+    take(fleet.request(RequestId{request}, {.kind = Tell::kFinished, .instance = id, .attempt = attempt}, now));
+  }
+}
+
+void World::obey(const RequestOrder& order) {
+  const int64_t id = order.request.value;
+  const RequestAction& action = order.action;
+  const auto open = [&] { return fleet.fleet().instances()[static_cast<size_t>(action.instance.value)].open; };
+  Process& process = processes[action.instance.value];
+  switch (action.kind) {
+    case Do::kEncode:
+      EXPECT_TRUE(open()) << "work for one that takes none";
+      process.encodings.emplace(id, action.item, action.attempt);
+      break;
+    case Do::kGenerate:
+      EXPECT_TRUE(open()) << "work for one that takes none";
+      if (lengths[id] == clients[id].delivered) break;
+      process.generations[{id, action.attempt}] = clients[id].delivered;
+      break;
+    case Do::kDeliver:
+      ++clients[id].delivered;
+      break;
+    case Do::kLetGo:
+      process.held.erase({id, action.item, action.attempt});
+      break;
+    case Do::kCancelEncoding:
+      process.encodings.erase({id, action.item, action.attempt});
+      break;
+    case Do::kCancelGeneration:
+      process.generations.erase({id, action.attempt});
+      break;
+    case Do::kEnd:
+      ++clients[id].ends;
+      clients[id].status = action.status;
+      break;
+    case Do::kPlaceEncoding:
+    case Do::kPlaceGeneration:
+      ADD_FAILURE() << "a place that nobody has chosen";
+  }
+}
+
+void World::arrive(int64_t id, size_t items, int64_t tokens) {
+  FleetRequest request;
+  request.shape.items = items;
+  request.needs = {10, 20};
+  request.chain = {1, 2, static_cast<uint64_t>(100 + id)};
+  for (size_t i = 0; i < items; ++i) {
+    request.patches.push_back(16);
+    request.item_key.push_back(i);
+  }
+  clients[id] = {};
+  lengths[id] = tokens;
+  take(fleet.arrive(RequestId{id}, request, now));
+}
+
+}  // namespace parvl

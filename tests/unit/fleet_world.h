@@ -1,0 +1,108 @@
+// For tests of a fleet: processes and clients that do as they are told, and break as the test says.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "parvl/elastic/fleet_record.h"
+
+namespace parvl {
+
+using Order = InstanceAction::Kind;
+using Do = RequestAction::Kind;
+using Said = InstanceEvent::Kind;
+using Tell = RequestEvent::Kind;
+using State = InstanceState;
+
+inline FleetSettings two_pools() {
+  FleetSettings out;
+  out.pools = {{.name = "encoder-pool", .instances = 2, .encodes = true, .generates = false},
+               {.name = "llm-pool", .instances = 2, .encodes = false, .generates = true}};
+  return out;
+}
+
+class World {
+ public:
+  explicit World(const FleetSettings& settings) : fleet(settings, [this](std::string_view line) { record += line; }) {
+    take(fleet.start(now));
+  }
+
+  struct Process {
+    int64_t epoch = 0;
+    bool alive = false;
+    std::map<std::pair<int64_t, int>, int64_t> generations;  // request and attempt → next token
+    std::set<std::tuple<int64_t, size_t, int>> encodings, held;
+    std::vector<Order> orders;
+  };
+  struct Client {
+    int64_t delivered = 0;
+    int ends = 0;
+    absl::Status status;
+  };
+
+  void take(const Fleet::Actions& actions) {
+    for (const FleetAction& action : actions) {
+      if (const auto* order = std::get_if<InstanceOrder>(&action)) {
+        obey(*order);
+      } else {
+        obey(std::get<RequestOrder>(action));
+      }
+    }
+  }
+
+  void say(InstanceId id, Said kind) {
+    const Process& process = processes[id.value];
+    if (!process.alive) return;
+    const InstanceEvent event = {.kind = kind, .at_s = now, .epoch = process.epoch};
+    take(kind == Said::kLoaded ? fleet.loaded(id, event, {4, 1000}) : fleet.instance(id, event));
+  }
+  void open(InstanceId id) {
+    for (const Said kind : {Said::kHello, Said::kLoaded, Said::kWarmed}) say(id, kind);
+  }
+  void die(InstanceId id) {
+    Process& process = processes[id.value];
+    if (!process.alive) return;
+    const int64_t epoch = process.epoch;
+    process = {.epoch = epoch};
+    take(fleet.instance(id, {.kind = Said::kExited, .at_s = now, .epoch = epoch}));
+  }
+  void pass(double seconds) {
+    const double until = now + seconds;
+    while (fleet.fleet().next_tick_s() <= until) {
+      now = std::max(now, fleet.fleet().next_tick_s());
+      for (auto& [id, process] : processes) say(InstanceId{id}, Said::kAlive);  // whoever lives is heard of
+      take(fleet.tick(now));
+    }
+    now = until;
+  }
+  void arrive(int64_t id, size_t items, int64_t tokens);
+  // One piece of work of this instance is done.
+  void work(InstanceId id);
+
+  std::string record;
+  RecordedFleet fleet;
+  double now = 0;
+  std::map<int64_t, Process> processes;
+  std::map<int64_t, Client> clients;
+  std::map<int64_t, int64_t> lengths;
+
+ private:
+  void obey(const InstanceOrder& order) {
+    Process& process = processes[order.instance.value];
+    if (order.action.kind == Order::kStart) {
+      process = {.epoch = order.action.epoch, .alive = true};
+    } else if (order.action.kind == Order::kKill) {
+      process = {.epoch = order.action.epoch};
+    }
+    process.orders.push_back(order.action.kind);
+  }
+
+  void obey(const RequestOrder& order);
+};
+
+}  // namespace parvl
