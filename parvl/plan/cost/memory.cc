@@ -117,7 +117,8 @@ int64_t step_bytes(const BackboneSpec& whole, DType dtype, const StepShape& s, c
   // The output matrix: the rows, normed; logits in the model's type, where it is cut those of all ranks, without what
   // fills them up, and in the order of rows.
   const int64_t copies = s.ranks == 1 ? 1 : b.vocab % s.ranks == 0 ? 2 : 3;
-  const int64_t logits = s.sampled * (3 * b.hidden * bytes + copies * b.vocab * bytes);
+  const int64_t transposing = s.ranks == 1 ? 0 : 60 * 60 * bytes;  // the library's block for it
+  const int64_t logits = s.sampled * (3 * b.hidden * bytes + copies * b.vocab * bytes) + transposing;
   // When nothing but the logits is left: those for the CPU's sampler, float32.
   const int64_t choosing = s.sampled * b.vocab * (bytes + (bytes == 4 ? 0 : 4));
   return std::max(always + std::max({projecting, attending, mixing, feeding, own + gathered + logits}), choosing);
