@@ -1,4 +1,5 @@
 """The admin port of `parvl serve --config` and `parvl ctl`: a status of the contract's shape that follows what happens to instances."""
+# slow
 import http.server
 import json
 import os

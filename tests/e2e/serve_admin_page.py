@@ -1,4 +1,5 @@
 """The dashboard page of the admin port in a real browser: it shows the instances, follows what becomes of them, and says when nobody answers."""
+# slow
 import json
 import os
 import signal
