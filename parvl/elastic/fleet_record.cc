@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "parvl/base/json.h"
+#include "parvl/sched/replay_lines.h"
 
 namespace parvl {
 namespace {
@@ -142,43 +143,51 @@ Json decision_json(const Fleet::Actions& actions) {
 
 std::string line_of(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"; }
 
-// One event of a record, told to the fleet.
+// A fleet that is told a record's events; its decisions are written by it. What no gateway could have told is thrown.
 class Replay {
  public:
-  explicit Replay(const FleetSettings& settings)
-      : fleet_(settings), instances_(static_cast<int64_t>(fleet_.instances().size())) {}
+  Replay(const FleetSettings& settings, RecordedFleet::Write write)
+      : fleet_(settings, std::move(write)), instances_(static_cast<int64_t>(fleet_.fleet().instances().size())) {}
 
-  Fleet::Actions tell(const Json& j) {
+  void tell(const Json& j) {
     const std::string& event = j.at("event").get_ref<const std::string&>();
     if ((event == "start") == std::exchange(started_, true))
       throw std::runtime_error("it starts once, before all else");
-    if (event == "start") return fleet_.start(j.at("at"));
-    if (event == "tick") return fleet_.tick(j.at("at"));
-    if (event == "arrive") {
+    if (event == "start") {
+      fleet_.start(j.at("at"));
+    } else if (event == "tick") {
+      fleet_.tick(j.at("at"));
+    } else if (event == "arrive") {
       const RequestId id{j.at("id")};
       if (!known_.insert(id).second) throw std::runtime_error("a request's id comes twice");
-      return fleet_.arrive(id, request_from(j), j.at("at"));
+      fleet_.arrive(id, request_from(j), j.at("at"));
+    } else if (event == "request") {
+      fleet_.request(RequestId{j.at("id")}, request_event_from(j.at("what"), instances_), j.at("at"));
+    } else {
+      tell_of_instance(event, j);
     }
-    if (event == "request") {
-      return fleet_.request(RequestId{j.at("id")}, request_event_from(j.at("what"), instances_), j.at("at"));
-    }
-    const InstanceId id{j.at("id")};
-    if (id.value < 0 || id.value >= instances_) throw std::runtime_error("there is no such instance");
-    if (event == "instance") return fleet_.instance(id, instance_event_from(j.at("what")));
-    if (event == "loaded") {
-      return fleet_.loaded(id, instance_event_from(j.at("what")), {j.at("room").at(0), j.at("room").at(1)});
-    }
-    if (event == "step_began") return fleet_.step_began(id, j.at("epoch"), j.at("size"), j.at("at"));
-    if (event == "step_ended") {
-      return fleet_.step_ended(id, j.at("epoch"), j.at("size"), j.at("seconds"), j.at("at"));
-    }
-    if (event != "free") throw std::runtime_error("an event is not known");
-    fleet_.report_free(id, j.at("epoch"), j.at("tokens"));
-    return {};
   }
 
  private:
-  Fleet fleet_;
+  void tell_of_instance(const std::string& event, const Json& j) {
+    const InstanceId id{j.at("id")};
+    if (id.value < 0 || id.value >= instances_) throw std::runtime_error("there is no such instance");
+    if (event == "instance") {
+      fleet_.instance(id, instance_event_from(j.at("what")));
+    } else if (event == "loaded") {
+      fleet_.loaded(id, instance_event_from(j.at("what")), {j.at("room").at(0), j.at("room").at(1)});
+    } else if (event == "step_began") {
+      fleet_.step_began(id, j.at("epoch"), j.at("size"), j.at("at"));
+    } else if (event == "step_ended") {
+      fleet_.step_ended(id, j.at("epoch"), j.at("size"), j.at("seconds"), j.at("at"));
+    } else if (event == "free") {
+      fleet_.report_free(id, j.at("epoch"), j.at("tokens"));
+    } else {
+      throw std::runtime_error("an event is not known");
+    }
+  }
+
+  RecordedFleet fleet_;
   const int64_t instances_;
   bool started_ = false;
   std::set<RequestId> known_;
@@ -265,47 +274,17 @@ bool is_fleet_record(std::string_view record) {
 }
 
 absl::StatusOr<ReplayReport> replay_fleet(std::string_view record) {
-  ReplayReport report;
   std::optional<Replay> replay;
-  std::string decided;  // of the event before; "": nothing, or it was compared
-  int64_t number = 0;
-  const auto differs = [&](std::string_view recorded) {
-    report.differing_line = number;
-    report.recorded = recorded;
-    report.replayed = decided.empty() ? "nothing was decided" : decided;
+  ReplayedCode code;
+  code.begin = [&replay](const Json& settings, RecordedFleet::Write write) {
+    replay.emplace(settings_from(settings), std::move(write));
+    return absl::OkStatus();
   };
-  while (!record.empty()) {
-    ++number;
-    const size_t end = record.find('\n');
-    if (end == std::string_view::npos) {
-      report.cut = true;
-      break;
-    }
-    const std::string_view line = record.substr(0, end);
-    record.remove_prefix(end + 1);
-    const absl::Status status = catch_exceptions(absl::StrCat("line ", number), [&]() -> absl::Status {
-      PARVL_ASSIGN_OR_RETURN(const Json j, parse_json(line, absl::StrCat("line ", number)));
-      if (!replay.has_value()) {
-        replay.emplace(settings_from(j));
-      } else if (j.contains("decision")) {
-        ++report.decisions;
-        if (decided != line) differs(line);
-        decided.clear();
-      } else if (!decided.empty()) {
-        differs("nothing was decided");
-      } else {
-        ++report.events;
-        const Fleet::Actions actions = replay->tell(j);
-        if (!actions.empty()) decided = line_of(decision_json(actions));
-        if (!decided.empty()) decided.pop_back();
-      }
-      return absl::OkStatus();
-    });
-    if (!status.ok()) return invalid(status.message());
-    if (report.differing_line != 0) return report;
-  }
-  if (!replay.has_value()) return invalid("line 1: it is no record: the settings are missing");
-  return report;
+  code.tell = [&replay](const Json& event) {
+    replay->tell(event);
+    return absl::OkStatus();
+  };
+  return replay_lines(record, code);
 }
 
 }  // namespace parvl

@@ -6,7 +6,7 @@
 
 #include "parvl/base/json.h"
 #include "parvl/base/text.h"
-#include "parvl/sched/record.h"
+#include "parvl/sched/replay_lines.h"
 
 namespace parvl {
 namespace {
@@ -153,85 +153,19 @@ absl::Status tell(RecordedScheduler& scheduler, const Json& event) {
   return absl::OkStatus();
 }
 
-class Replay {
- public:
-  // The next line, the `number`-th.
-  absl::Status line(const std::string& text, int64_t number) {
-    PARVL_ASSIGN_OR_RETURN(const Json json, parse_json(text, "the record"));
-    if (scheduler_ == nullptr) return begin(json);
-    if (!json.is_object()) return invalid("an object was expected, found ", shown(json));
-    if (!json.contains("event")) {
-      compare(text, number);
-      return absl::OkStatus();
-    }
-    ++report_.events;
-    expect_no_more(number);
-    return differs() ? absl::OkStatus() : tell(*scheduler_, json);
-  }
-
-  // A decision that the record leaves out before line `number` is a difference too.
-  void expect_no_more(int64_t number) {
-    if (decisions_.empty()) return;
-    report_.differing_line = number;
-    report_.recorded = "no decision";
-    report_.replayed = decisions_.front();
-    decisions_.clear();
-  }
-
-  bool begun() const { return scheduler_ != nullptr; }
-  bool differs() const { return report_.differing_line != 0; }
-  ReplayReport& report() { return report_; }
-
- private:
-  absl::Status begin(const Json& json) {
-    const SchedulerConfig config = config_from(json);
-    PARVL_RETURN_IF_ERROR(validate(config));
-    scheduler_ = std::make_unique<RecordedScheduler>(config, [this](std::string_view text) {
-      if (text.starts_with("{\"decision\"")) decisions_.emplace_back(text.substr(0, text.size() - 1));
-    });
-    return absl::OkStatus();
-  }
-
-  void compare(const std::string& recorded, int64_t number) {
-    ++report_.decisions;
-    const std::string ours = decisions_.empty() ? "no decision" : decisions_.front();
-    if (!decisions_.empty()) decisions_.erase(decisions_.begin());
-    if (ours == recorded) return;
-    report_.differing_line = number;
-    report_.recorded = recorded;
-    report_.replayed = ours;
-  }
-
-  ReplayReport report_;
-  std::unique_ptr<RecordedScheduler> scheduler_;
-  std::vector<std::string> decisions_;  // made by the last event and not compared yet
-};
-
 }  // namespace
 
 absl::StatusOr<ReplayReport> replay(std::string_view record) {
-  Replay run;
-  int64_t number = 0;
-  for (size_t at = 0; at < record.size();) {
-    const size_t end = record.find('\n', at);
-    run.report().cut = end == std::string_view::npos;
-    if (run.report().cut) break;
-    const std::string text(record.substr(at, end - at));
-    at = end + 1;
-    ++number;
-    absl::Status status;
-    const std::string name = absl::StrCat("line ", number);
-    const absl::Status thrown = catch_exceptions(name, [&] {
-      status = run.line(text, number);
-      return absl::OkStatus();
-    });
-    if (!thrown.ok()) return invalid(thrown.message());
-    if (!status.ok()) return with_context(status, name);
-    if (run.differs()) return run.report();  // what follows makes no sense to a scheduler that went elsewhere
-  }
-  if (!run.begun()) return invalid("the record is empty");
-  if (!run.report().cut) run.expect_no_more(number + 1);
-  return run.report();
+  std::unique_ptr<RecordedScheduler> scheduler;
+  ReplayedCode code;
+  code.begin = [&scheduler](const Json& settings, RecordedScheduler::Write write) -> absl::Status {
+    const SchedulerConfig config = config_from(settings);
+    PARVL_RETURN_IF_ERROR(validate(config));
+    scheduler = std::make_unique<RecordedScheduler>(config, std::move(write));
+    return absl::OkStatus();
+  };
+  code.tell = [&scheduler](const Json& event) { return tell(*scheduler, event); };
+  return replay_lines(record, code);
 }
 
 }  // namespace parvl
