@@ -34,13 +34,12 @@ std::vector<InstanceInfo> PoolsView::instances() const {
     info.id = instance.id.value;
     info.epoch = instance.epoch;
     info.pids = instance.pids;
-    if (info.pids.empty() && instance.pid != 0) info.pids.push_back(instance.pid);
     info.pool = instance.pool;
     info.devices = devices_[instance.pool];
     info.device = instance.device;
     info.state = instance.state;
     info.running = instance.running;
-    info.waiting = instance.waiting;
+    info.waiting = instance.stats.waiting;
     info.failures = instance.failures;
     info.stale = instance.stale;
     info.reason = instance.reason;

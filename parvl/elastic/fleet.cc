@@ -201,6 +201,18 @@ std::optional<RequestEvent> Fleet::apply(RequestId id, Request& request, const R
   return std::nullopt;
 }
 
+// What `action` asks for of a pool.
+bool FleetPool::*Fleet::asked(const RequestAction& action) {
+  return action.kind == Do::kPlaceEncoding ? &FleetPool::encodes : &FleetPool::generates;
+}
+
+RequestEvent Fleet::placed(const RequestAction& action, InstanceId chosen) {
+  return {.kind = action.kind == Do::kPlaceEncoding ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
+          .instance = chosen,
+          .item = action.item,
+          .attempt = action.attempt};
+}
+
 // What was asked for before is not asked for any more: of that item, or of the generation, for which all items must be
 // there.
 std::optional<RequestEvent> Fleet::place(RequestId id, Request& request, const RequestAction& action, double at_s) {
@@ -214,18 +226,12 @@ std::optional<RequestEvent> Fleet::place(RequestId id, Request& request, const R
   } else {
     request.leave_generation();
   }
-  const auto can = encodes ? &FleetPool::encodes : &FleetPool::generates;
-  if (const auto chosen = choose(request, action); chosen.has_value()) {
-    return RequestEvent{.kind = encodes ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
-                        .instance = *chosen,
-                        .item = action.item,
-                        .attempt = action.attempt};
-  }
+  if (const auto chosen = choose(request, action); chosen.has_value()) return placed(action, *chosen);
   const bool coming = std::any_of(instances_.begin(), instances_.end(), [&](const auto& instance) {
     const State state = instance->life.state();
-    return pool_of(*instance).*can && state != State::kGone && state != State::kDraining;
+    return pool_of(*instance).*asked(action) && state != State::kGone && state != State::kDraining;
   });
-  if (!coming) return RequestEvent{.kind = Tell::kNowhere, .status = missing(can)};
+  if (!coming) return RequestEvent{.kind = Tell::kNowhere, .status = missing(asked(action))};
   parked_.push_back({id, action, at_s + settings_.park_s});
   return std::nullopt;
 }
@@ -236,8 +242,7 @@ std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAct
   std::vector<InstanceLoad> loads;
   std::optional<InstanceLoad> last;
   for (const auto& instance : instances_) {
-    const FleetPool& pool = pool_of(*instance);
-    if (!instance->open || !(encodes ? pool.encodes : pool.generates)) continue;
+    if (!instance->open || !(pool_of(*instance).*asked(action))) continue;
     InstanceLoad load;
     load.id = instance->id;
     load.open = true;
@@ -266,17 +271,11 @@ void Fleet::place_parked(double at_s, Actions& out) {
   for (const Parked& parked : std::exchange(parked_, {})) {
     const auto found = requests_.find(parked.request);
     if (found == requests_.end()) continue;
-    const bool encodes = parked.action.kind == Do::kPlaceEncoding;
-    const auto chosen = choose(*found->second, parked.action);
-    if (!chosen.has_value()) {
+    if (const auto chosen = choose(*found->second, parked.action); chosen.has_value()) {
+      carry_out(parked.request, found->second->life.handle(placed(parked.action, *chosen)), at_s, out);
+    } else {
       parked_.push_back(parked);
-      continue;
     }
-    const RequestEvent placed = {.kind = encodes ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
-                                 .instance = *chosen,
-                                 .item = parked.action.item,
-                                 .attempt = parked.action.attempt};
-    carry_out(parked.request, found->second->life.handle(placed), at_s, out);
   }
 }
 
@@ -302,10 +301,8 @@ Fleet::Actions Fleet::tick(double at_s) {
     return true;
   });
   for (const Parked& parked : late) {
-    const auto can = parked.action.kind == Do::kPlaceEncoding ? &FleetPool::encodes : &FleetPool::generates;
-    for (const FleetAction& action : request(parked.request, {.kind = Tell::kNowhere, .status = missing(can)}, at_s)) {
-      out.push_back(action);
-    }
+    const RequestEvent nowhere = {.kind = Tell::kNowhere, .status = missing(asked(parked.action))};
+    for (const FleetAction& action : request(parked.request, nowhere, at_s)) out.push_back(action);
   }
   tell_idle(at_s, out);
   return out;
@@ -318,22 +315,25 @@ double Fleet::next_tick_s() const {
   return next;
 }
 
+InstanceView Fleet::instance(InstanceId id) const {
+  const Instance& instance = *instances_[static_cast<size_t>(id.value)];
+  InstanceView view;
+  view.id = id;
+  view.pool = instance.pool;
+  view.epoch = instance.life.epoch();
+  view.state = instance.life.state();
+  view.open = instance.open;
+  view.running = instance.generations + instance.encodings;
+  view.failures = instance.life.failures();
+  view.stale = instance.life.stale_events();
+  view.reason = instance.life.reason();
+  view.room = instance.room;
+  return view;
+}
+
 std::vector<InstanceView> Fleet::instances() const {
   std::vector<InstanceView> out;
-  for (const auto& instance : instances_) {
-    InstanceView view;
-    view.id = instance->id;
-    view.pool = instance->pool;
-    view.epoch = instance->life.epoch();
-    view.state = instance->life.state();
-    view.open = instance->open;
-    view.running = instance->generations + instance->encodings;
-    view.failures = instance->life.failures();
-    view.stale = instance->life.stale_events();
-    view.reason = instance->life.reason();
-    view.room = instance->room;
-    out.push_back(std::move(view));
-  }
+  for (const auto& instance : instances_) out.push_back(this->instance(instance->id));
   return out;
 }
 

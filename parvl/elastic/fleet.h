@@ -103,8 +103,8 @@ class Fleet {
   Actions tick(double at_s);
   double next_tick_s() const;  // when tick() will next have an effect if nothing else comes
 
+  InstanceView instance(InstanceId id) const;
   std::vector<InstanceView> instances() const;  // by id
-  const std::vector<FleetPool>& pools() const { return settings_.pools; }
   // Generations that the open instances compute at once.
   int64_t capacity() const;
   // OK when every pool has an open instance; else Unavailable, naming the pool and why.
@@ -129,6 +129,8 @@ class Fleet {
   std::optional<RequestEvent> apply(RequestId id, Request& request, const RequestAction& action, double at_s,
                                     Actions& out);
   std::optional<RequestEvent> place(RequestId id, Request& request, const RequestAction& action, double at_s);
+  static bool FleetPool::*asked(const RequestAction& action);
+  static RequestEvent placed(const RequestAction& action, InstanceId chosen);
   std::optional<InstanceId> choose(const Request& request, const RequestAction& action) const;
   void move_all(Instance& instance, double at_s, Actions& out);
   void place_parked(double at_s, Actions& out);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "parvl/elastic/instance_id.h"
 #include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/pools/wire.h"
 
@@ -153,15 +154,10 @@ void EncodeService::done(const Item& of, const OutputCache::Key& key, TransferRe
 }
 
 void EncodeService::say(const Item& of, const std::string& handle, double seconds) {
-  wire::Said said;
-  wire::Encoded& encoded = *said.mutable_encoded();
-  encoded.set_request(std::get<0>(of));
-  encoded.set_item(std::get<1>(of));
-  encoded.set_attempt(std::get<2>(of));
+  wire::Encoded encoded;
   encoded.set_output(handle);
   encoded.set_seconds(seconds);
-  stream_.add(std::move(said));
-  stream_.flush();
+  say(of, std::move(encoded));
 }
 
 void EncodeService::fail(const Item& of, const absl::Status& status) {
@@ -170,12 +166,17 @@ void EncodeService::fail(const Item& of, const absl::Status& status) {
     live_.erase(of);
   }
   one_done_.notify_all();
-  wire::Said said;
-  wire::Encoded& encoded = *said.mutable_encoded();
+  wire::Encoded encoded;
+  write_failure(status, *encoded.mutable_failure());
+  say(of, std::move(encoded));
+}
+
+void EncodeService::say(const Item& of, wire::Encoded encoded) {
   encoded.set_request(std::get<0>(of));
   encoded.set_item(std::get<1>(of));
   encoded.set_attempt(std::get<2>(of));
-  write_failure(status, *encoded.mutable_failure());
+  wire::Said said;
+  *said.mutable_encoded() = std::move(encoded);
   stream_.add(std::move(said));
   stream_.flush();
 }
@@ -197,7 +198,7 @@ void EncodeService::let_go(const wire::ItemOf& message) {
 }
 
 void EncodeService::fence(const wire::Fence& message) {
-  source_->fence(absl::StrCat("instance-", message.instance()), message.epoch());
+  source_->fence(instance_name(InstanceId{message.instance()}), message.epoch());
 }
 
 }  // namespace parvl

@@ -47,6 +47,7 @@ class EncodeService {
   void done(const Item& of, const OutputCache::Key& key, TransferRegion region,
             const absl::StatusOr<EncodedImage>& result);
   void say(const Item& of, const std::string& handle, double seconds);
+  void say(const Item& of, wire::Encoded encoded);
   void fail(const Item& of, const absl::Status& status);
 
   TransferSink& sink_;

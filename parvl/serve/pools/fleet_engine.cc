@@ -170,13 +170,11 @@ void FleetEngine::publish() {
   Snapshot next;
   next.stats = past_;
   for (const InstanceView& view : fleet_.fleet().instances()) {
-    const Link& link = links_[static_cast<size_t>(view.id.value)];
+    const Link& link = this->link(view.id);
     InstanceStatus status;
     static_cast<InstanceView&>(status) = view;
-    status.pid = link.pid;
     status.pids = link.pids;
     status.device = link.device;
-    status.waiting = link.counts.waiting;
     status.stats = link.counts;
     status.refusal = link.refusal;
     add(next.stats, link.counts);
@@ -297,14 +295,16 @@ std::string FleetEngine::device_name() const {
   return "";
 }
 
+FleetEngine::Link& FleetEngine::link(InstanceId id) { return links_[static_cast<size_t>(id.value)]; }
+
 void FleetEngine::send(InstanceId id, wire::Command command) {
-  const Link& link = links_[static_cast<size_t>(id.value)];
+  const Link& link = this->link(id);
   if (link.stream.has_value()) server_->send(*link.stream, std::move(command));
 }
 
 // Nobody gives that process anything any more, wherever it still asks.
 void FleetEngine::fence(InstanceId id, int64_t epoch) {
-  pixels_->fence(absl::StrCat("instance-", id.value), epoch);
+  pixels_->fence(instance_name(id), epoch);
   for (size_t i = 0; i < links_.size(); ++i) {
     if (links_[i].stream == std::nullopt || static_cast<int64_t>(i) == id.value) continue;
     wire::Command command;
@@ -326,21 +326,20 @@ void FleetEngine::act(const Fleet::Actions& actions) {
 
 void FleetEngine::act(const InstanceOrder& order) {
   using Kind = InstanceAction::Kind;
-  Link& link = links_[static_cast<size_t>(order.instance.value)];
-  const size_t pool_index = fleet_.fleet().instances()[static_cast<size_t>(order.instance.value)].pool;
+  Link& link = this->link(order.instance);
+  const size_t pool_index = fleet_.fleet().instance(order.instance).pool;
   const FleetPool& pool = options_.fleet.pools[pool_index];
   const std::string name = absl::StrCat("instance ", order.instance.value, " of ", pool.name);
   wire::Command command;
   switch (order.action.kind) {
     case Kind::kStart:
       link.epoch = order.action.epoch;
-      link.pid = 0;
       link.stream.reset();
       link.pids.clear();
       starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.token});
       return;
     case Kind::kAssign:
-      log_info(name, " (process ", link.pid, ") takes on its modules");
+      log_info(name, " (process ", link.pids.front(), ") takes on its modules");
       command.mutable_assign()->set_model_dir(options_.model_dir);
       command.mutable_assign()->set_encodes_alone(!pool.generates);
       command.mutable_assign()->set_transfer_bytes(options_.feature_bytes);
@@ -364,7 +363,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       fence(order.instance, order.action.epoch);
       add(past_, std::exchange(link.counts, {}));
       link.stream.reset();
-      const InstanceView view = fleet_.fleet().instances()[static_cast<size_t>(order.instance.value)];
+      const InstanceView view = fleet_.fleet().instance(order.instance);
       if (view.state == InstanceState::kGone) return log_info(name, " is gone");
       return log_warning(name, " failed (", view.reason, "); it is started again, and its requests go on elsewhere");
     }

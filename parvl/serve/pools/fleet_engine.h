@@ -73,7 +73,6 @@ class FleetEngine : public Engine {
   void watch_capacity(std::function<void()> changed) override;
 
   std::vector<InstanceStatus> instances() const;  // any thread
-  const FleetSettings& settings() const { return options_.fleet; }
   // Any thread. The instance takes no new requests, and ends when those it has are done or moved.
   void drain(InstanceId id);
 
@@ -109,6 +108,7 @@ class FleetEngine : public Engine {
   void publish_images(std::vector<std::shared_ptr<const ProcessedImage>> images, Published then);
   void deliver(Live& live);
   const std::string& pool_name(InstanceId id) const;
+  Link& link(InstanceId id);
   void end(RequestId id, const absl::Status& status);
   void send(InstanceId id, wire::Command command);
   void fence(InstanceId id, int64_t epoch);

@@ -39,8 +39,8 @@ struct FleetEngine::Live {
 // What is known of an instance's process.
 struct FleetEngine::Link {
   std::optional<StreamId> stream;
-  int64_t epoch = 0, pid = 0;
-  std::vector<int64_t> pids;
+  int64_t epoch = 0;
+  std::vector<int64_t> pids;  // of its ranks; the first one speaks
   std::string device;
   EngineStats counts;
   absl::Status refusal;  // why it would not take on its modules, when it would not

@@ -29,15 +29,15 @@ std::string places_text(const std::vector<InstanceId>& instances, const std::str
 
 // Its first words. One that was started before the last failure, or that nobody started, is turned away.
 bool FleetEngine::attach(StreamId stream, InstanceId id, const wire::FromInstance& message) {
-  Link& link = links_[static_cast<size_t>(id.value)];
+  Link& link = this->link(id);
   const bool speaks = message.said_size() > 0 && message.said(0).has_hello();
-  const InstanceState state = fleet_.fleet().instances()[static_cast<size_t>(id.value)].state;
+  const InstanceState state = fleet_.fleet().instance(id).state;
   if (!speaks || message.epoch() != link.epoch || link.stream.has_value() || state != InstanceState::kStarting) {
     return false;
   }
   streams_.emplace(stream, id);
   link.stream = stream;
-  link.pid = message.said(0).hello().pid();
+  link.pids = {message.said(0).hello().pid()};
   return true;
 }
 
@@ -48,13 +48,13 @@ void FleetEngine::take(StreamId stream, const wire::FromInstance& message) {
   const bool attached = known != streams_.end() ? known->second == id : attach(stream, id, message);
   if (!attached) {
     // What a past epoch still says is counted, and has no other effect.
-    const int64_t epoch = std::min(message.epoch(), links_[static_cast<size_t>(id.value)].epoch - 1);
+    const int64_t epoch = std::min(message.epoch(), link(id).epoch - 1);
     for (int i = 0; i < message.said_size(); ++i) {
       act(fleet_.instance(id, {.kind = InstanceEvent::Kind::kAlive, .at_s = now(), .epoch = epoch}));
     }
     return server_->close(stream);
   }
-  Link& link = links_[static_cast<size_t>(id.value)];
+  Link& link = this->link(id);
   if (message.has_counts()) {
     link.counts = read_stats(message.counts());
     fleet_.report_free(id, message.epoch(), link.counts.free_kv_tokens);
@@ -74,8 +74,10 @@ void FleetEngine::take_said(InstanceId id, int64_t epoch, const wire::Said& said
       break;
     case wire::Said::kLoaded:
       event.kind = Kind::kLoaded;
-      links_[static_cast<size_t>(id.value)].device = said.loaded().device();
-      links_[static_cast<size_t>(id.value)].pids.assign(said.loaded().pids().begin(), said.loaded().pids().end());
+      link(id).device = said.loaded().device();
+      if (said.loaded().pids_size() > 0) {
+        link(id).pids.assign(said.loaded().pids().begin(), said.loaded().pids().end());
+      }
       return act(fleet_.loaded(id, event, {said.loaded().max_running(), said.loaded().kv_tokens()}));
     case wire::Said::kWarmed:
       event.kind = Kind::kWarmed;
@@ -92,7 +94,7 @@ void FleetEngine::take_said(InstanceId id, int64_t epoch, const wire::Said& said
       return take_encoded(id, said.encoded());
     case wire::Said::kRefused:
       event.kind = Kind::kRefused;
-      links_[static_cast<size_t>(id.value)].refusal = read_failure(said.refused());
+      link(id).refusal = read_failure(said.refused());
       event.reason = said.refused().message();
       break;
     case wire::Said::kAlive:
@@ -107,7 +109,7 @@ void FleetEngine::lost_stream(StreamId stream) {
   const auto found = streams_.find(stream);
   if (found == streams_.end()) return;
   const InstanceId id = found->second;
-  Link& link = links_[static_cast<size_t>(id.value)];
+  Link& link = this->link(id);
   act(fleet_.instance(
       id,
       {.kind = InstanceEvent::Kind::kExited, .at_s = now(), .epoch = link.epoch, .reason = "its connection broke"}));
@@ -207,33 +209,33 @@ void FleetEngine::encode(const RequestOrder& order, Live& live) {
   const size_t item = order.action.item;
   live.items[item] = {order.action.attempt, ""};
   note(live.encoded_on, order.action.instance);
-  const int64_t epoch = links_[static_cast<size_t>(order.action.instance.value)].epoch;
-  publish_images({live.request.prompt->images[item]}, [this, order, item, epoch](const auto& handles,
-                                                                                 const auto& status) {
-    const auto found = live_.find(order.request);
-    const bool lost = links_[static_cast<size_t>(order.action.instance.value)].epoch != epoch;  // and asked of another
-    if (lost || found == live_.end() || found->second->items[item].attempt != order.action.attempt) {
-      for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
-      return;
-    }
-    if (!status.ok()) {
-      return act(fleet_.request(order.request,
-                                {.kind = RequestEvent::Kind::kEncodingFailed,
-                                 .instance = order.action.instance,
-                                 .item = item,
-                                 .attempt = order.action.attempt,
-                                 .status = status},
-                                now()));
-    }
-    found->second->pixels.emplace_back(item, handles[0].item);
-    wire::Command command;
-    wire::Encode& message = *command.mutable_encode();
-    message.set_request(order.request.value);
-    message.set_item(static_cast<int32_t>(item));
-    message.set_attempt(order.action.attempt);
-    write_image(*found->second->request.prompt->images[item], {handles[0].encode(), ""}, *message.mutable_image());
-    send(order.action.instance, std::move(command));
-  });
+  const int64_t epoch = link(order.action.instance).epoch;
+  publish_images(
+      {live.request.prompt->images[item]}, [this, order, item, epoch](const auto& handles, const auto& status) {
+        const auto found = live_.find(order.request);
+        const bool lost = link(order.action.instance).epoch != epoch;  // and asked of another
+        if (lost || found == live_.end() || found->second->items[item].attempt != order.action.attempt) {
+          for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
+          return;
+        }
+        if (!status.ok()) {
+          return act(fleet_.request(order.request,
+                                    {.kind = RequestEvent::Kind::kEncodingFailed,
+                                     .instance = order.action.instance,
+                                     .item = item,
+                                     .attempt = order.action.attempt,
+                                     .status = status},
+                                    now()));
+        }
+        found->second->pixels.emplace_back(item, handles[0].item);
+        wire::Command command;
+        wire::Encode& message = *command.mutable_encode();
+        message.set_request(order.request.value);
+        message.set_item(static_cast<int32_t>(item));
+        message.set_attempt(order.action.attempt);
+        write_image(*found->second->request.prompt->images[item], {handles[0].encode(), ""}, *message.mutable_image());
+        send(order.action.instance, std::move(command));
+      });
 }
 
 void FleetEngine::let_go(const RequestOrder& order) {
@@ -268,10 +270,10 @@ void FleetEngine::generate(const RequestOrder& order, Live& live) {
   std::vector<ImagePlace> places;
   for (const Live::Item& item : live.items) places.push_back({"", item.output});
   if (!live.items.empty() || images.empty()) return send_generate(order, live, places);
-  const int64_t epoch = links_[static_cast<size_t>(order.action.instance.value)].epoch;
+  const int64_t epoch = link(order.action.instance).epoch;
   publish_images(images, [this, order, epoch](const auto& handles, const auto& status) {
     const auto found = live_.find(order.request);
-    const bool lost = links_[static_cast<size_t>(order.action.instance.value)].epoch != epoch;
+    const bool lost = link(order.action.instance).epoch != epoch;
     if (lost || found == live_.end() || found->second->generation != order.action.attempt) {
       for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
       return;
@@ -318,7 +320,7 @@ void FleetEngine::deliver(Live& live) {
 }
 
 const std::string& FleetEngine::pool_name(InstanceId id) const {
-  return options_.fleet.pools[fleet_.fleet().instances()[static_cast<size_t>(id.value)].pool].name;
+  return options_.fleet.pools[fleet_.fleet().instance(id).pool].name;
 }
 
 void FleetEngine::end(RequestId id, const absl::Status& status) {

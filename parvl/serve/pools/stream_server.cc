@@ -48,10 +48,6 @@ class StreamServer::Impl final : public wire::Gateway::CallbackService {
   void send(StreamId id, wire::Command command);
   void close(StreamId id);
   const std::string& address() const { return address_; }
-  int64_t refused() const {
-    std::lock_guard lock(mutex_);
-    return refused_;
-  }
 
  private:
   class Stream;
@@ -70,7 +66,7 @@ class StreamServer::Impl final : public wire::Gateway::CallbackService {
   mutable std::mutex mutex_;
   std::condition_variable none_left_;
   bool stopping_ = false;
-  int64_t next_ = 1, refused_ = 0;
+  int64_t next_ = 1;
   absl::flat_hash_map<StreamId, Stream*> streams_;
 };
 
@@ -152,11 +148,10 @@ class Refusal final : public grpc::ServerBidiReactor<wire::FromInstance, wire::T
 
 grpc::ServerBidiReactor<wire::FromInstance, wire::ToInstance>* StreamServer::Impl::Attach(
     grpc::CallbackServerContext* context) {
-  std::unique_lock lock(mutex_);
   if (!shows_token(*context)) {
-    ++refused_;
     return new Refusal({grpc::StatusCode::UNAUTHENTICATED, "the run's token is needed"});
   }
+  std::unique_lock lock(mutex_);
   if (stopping_) return new Refusal({grpc::StatusCode::UNAVAILABLE, "the gateway is shutting down"});
   const StreamId id{next_++};
   auto* stream = new Stream(*this, id, context);
@@ -186,7 +181,6 @@ absl::StatusOr<std::unique_ptr<StreamServer>> StreamServer::listen(const std::st
 StreamServer::StreamServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 StreamServer::~StreamServer() { impl_->shut_down(); }
 const std::string& StreamServer::address() const { return impl_->address(); }
-int64_t StreamServer::refused() const { return impl_->refused(); }
 void StreamServer::send(StreamId stream, wire::Command command) { impl_->send(stream, std::move(command)); }
 void StreamServer::close(StreamId stream) { impl_->close(stream); }
 

@@ -28,7 +28,6 @@ class StreamServer {
   ~StreamServer();
 
   const std::string& address() const;  // HOST:PORT
-  int64_t refused() const;             // attempts without the token
 
   // Any thread. What is told while a message is being sent goes in the next one, all of it. Of a closed stream: no
   // effect.

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "parvl/elastic/instance_id.h"
 #include "parvl/serve/pools/encode_service.h"
 #include "parvl/serve/pools/generate_service.h"
 #include "parvl/serve/pools/stream_client.h"
@@ -30,7 +31,7 @@ class Worker {
 
   absl::Status run() {
     TransferSinkOptions sink;
-    sink.name = name();
+    sink.name = instance_name(InstanceId{options_.instance});
     sink.epoch = options_.epoch;
     sink.token = options_.token;
     sink.clock = &clock_;
@@ -61,8 +62,6 @@ class Worker {
   }
 
  private:
-  std::string name() const { return absl::StrCat("instance-", options_.instance); }
-
   absl::Status obey(const wire::Command& command) {
     if (command.has_assign()) return or_refuse(take_on(command.assign()));
     if (command.warm()) return or_refuse(warm());
@@ -166,7 +165,7 @@ class Worker {
     if (assign.encodes_alone()) {
       PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.encoder(assign.model_dir(), options));
       TransferSourceOptions source;
-      source.name = name();
+      source.name = instance_name(InstanceId{options_.instance});
       source.epoch = options_.epoch;
       source.token = options_.token;
       source.clock = &clock_;
