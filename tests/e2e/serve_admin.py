@@ -139,9 +139,15 @@ class Pools(unittest.TestCase):
     def test_an_encoder_pool(self):
         need_model()
         with PoolServer(encoders=1) as server:
-            for color in range(4):
-                self.assertEqual(server.chat(messages=ask("what color?", data_uri(png(color=(color, 9, 9)))), max_tokens=3)[0], 200)
-            status = server.wait_for(lambda s: all(pool["busy"] > 0 for pool in s["pools"].values()))[-1]
+            colors = iter(range(1 << 20))
+
+            # Work between two looks at the instances, whenever the first one is.
+            def all_busy(status):
+                color = next(colors)
+                picture = data_uri(png(color=(color >> 16, color >> 8 & 255, color & 255)))
+                self.assertEqual(server.chat(messages=ask("what color?", picture), max_tokens=3)[0], 200)
+                return all(pool["busy"] > 0 for pool in status["pools"].values())
+            status = server.wait_for(all_busy)[-1]
             self.assertEqual({name: (pool["role"], pool["devices"], pool["modules"]) for name, pool in status["pools"].items()},
                              {"encoder-pool": ("encode", 2, ["vision_encoder", "projector"]), "llm-pool": ("llm", 4, ["llm_backbone"])})
             self.assertEqual([(one["pool"], one["modules"]) for one in status["instances"]],

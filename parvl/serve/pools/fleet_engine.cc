@@ -335,6 +335,7 @@ void FleetEngine::act(const InstanceOrder& order) {
     case Kind::kStart:
       link.epoch = order.action.epoch;
       link.stream.reset();
+      link.released = false;
       link.pids.clear();
       starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.token});
       return;
@@ -368,6 +369,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       return log_warning(name, " failed (", view.reason, "); it is started again, and its requests go on elsewhere");
     }
     case Kind::kRelease:
+      link.released = true;
       command.set_release(true);
       return send(order.instance, std::move(command));
     case Kind::kKill:

@@ -39,6 +39,7 @@ struct FleetEngine::Live {
 // What is known of an instance's process.
 struct FleetEngine::Link {
   std::optional<StreamId> stream;
+  bool released = false;  // it ends as it was asked to, its stream before its process
   int64_t epoch = 0;
   std::vector<int64_t> pids;  // of its ranks; the first one speaks
   std::string device;

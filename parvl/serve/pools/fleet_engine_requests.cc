@@ -104,15 +104,18 @@ void FleetEngine::take_said(InstanceId id, int64_t epoch, const wire::Said& said
   act(fleet_.instance(id, event));
 }
 
-// Its process may live on: it is fenced, and ended, like one that has died.
+// Its process may live on: it is fenced, and ended, like one that has died. Of one that was released the end of its
+// process is still to come, and is what counts.
 void FleetEngine::lost_stream(StreamId stream) {
   const auto found = streams_.find(stream);
   if (found == streams_.end()) return;
   const InstanceId id = found->second;
   Link& link = this->link(id);
-  act(fleet_.instance(
-      id,
-      {.kind = InstanceEvent::Kind::kExited, .at_s = now(), .epoch = link.epoch, .reason = "its connection broke"}));
+  if (!link.released) {
+    act(fleet_.instance(
+        id,
+        {.kind = InstanceEvent::Kind::kExited, .at_s = now(), .epoch = link.epoch, .reason = "its connection broke"}));
+  }
   streams_.erase(stream);
   if (link.stream == stream) link.stream.reset();
 }
