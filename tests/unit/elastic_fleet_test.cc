@@ -10,7 +10,7 @@ namespace {
 TEST(Fleet, AnImageIsEncodedInOnePoolAndItsAnswerGeneratedInTheOther) {
   World world(two_pools());
   EXPECT_FALSE(world.fleet.fleet().health().ok());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.open_all();
   EXPECT_TRUE(world.fleet.fleet().health().ok());
   EXPECT_EQ(world.fleet.fleet().capacity(), 8) << "of the two that generate";
   world.arrive(7, 1, 2);
@@ -28,7 +28,7 @@ TEST(Fleet, AnImageIsEncodedInOnePoolAndItsAnswerGeneratedInTheOther) {
 
 TEST(Fleet, TextGoesOnElsewhereFromTheTokensThatWereDelivered) {
   World world(two_pools());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.open_all();
   world.arrive(1, 0, 5);
   world.work(InstanceId{2});
   world.work(InstanceId{2});
@@ -45,7 +45,7 @@ TEST(Fleet, WorkWaitsForAnInstanceThatComesBackAndEndsWhenNoneDoes) {
   settings.pools[1].instances = 1;
   settings.instance.start_s = 1000;
   World world(settings);
-  for (int64_t id = 0; id < 3; ++id) world.open(InstanceId{id});
+  world.open_all();
   world.arrive(1, 0, 3);
   world.work(InstanceId{2});
   world.die(InstanceId{2});
@@ -69,7 +69,7 @@ TEST(Fleet, WorkWaitsForAnInstanceThatComesBackAndEndsWhenNoneDoes) {
 
 TEST(Fleet, EqualPromptsGoWhereTheirPrefixIs) {
   World world(two_pools());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.open_all();
   FleetRequest request;
   request.needs = {1000, 1100};
   for (uint64_t i = 0; i < 62; ++i) request.chain.push_back(i);
@@ -88,7 +88,7 @@ TEST(Fleet, EqualPromptsGoWhereTheirPrefixIs) {
 
 TEST(Fleet, ImagesOfOneRequestAreSpreadAndOneThatFailedIsTriedElsewhere) {
   World world(two_pools());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.open_all();
   world.arrive(1, 2, 3);
   EXPECT_EQ(world.processes[0].encodings.size(), 1u);
   EXPECT_EQ(world.processes[1].encodings.size(), 1u);
@@ -114,11 +114,8 @@ TEST(Fleet, ImagesOfOneRequestAreSpreadAndOneThatFailedIsTriedElsewhere) {
 
 TEST(Fleet, AProcessThatIsStartedAgainMayTakeItsTimeForItsFirstStep) {
   World world(two_pools());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
-  for (int i = 0; i < 50; ++i) {
-    world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
-    world.take(world.fleet.step_ended(InstanceId{2}, 1, 16, 0.01, world.now));
-  }
+  world.open_all();
+  world.take_steps(InstanceId{2}, 50, 0.01);
   world.die(InstanceId{2});
   world.pass(1);
   world.say(InstanceId{2}, Said::kHello);
@@ -130,11 +127,8 @@ TEST(Fleet, AProcessThatIsStartedAgainMayTakeItsTimeForItsFirstStep) {
 
 TEST(Fleet, AHungStepIsFoundByWhatStepsOfItsSizeHaveTaken) {
   World world(two_pools());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
-  for (int i = 0; i < 50; ++i) {
-    world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
-    world.take(world.fleet.step_ended(InstanceId{2}, 1, 16, 0.01, world.now));
-  }
+  world.open_all();
+  world.take_steps(InstanceId{2}, 50, 0.01);
   world.arrive(1, 0, 5);
   world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
   world.pass(2.9);
@@ -148,7 +142,7 @@ TEST(Fleet, AHungStepIsFoundByWhatStepsOfItsSizeHaveTaken) {
 
 TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
   World world(two_pools());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.open_all();
   world.arrive(1, 0, 2);
   world.take(world.fleet.instance(InstanceId{2}, {.kind = Said::kDrain, .at_s = world.now}));
   EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kDraining);
@@ -190,7 +184,7 @@ RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
     }
   }
   for (int round = 0; round < 60 && world.fleet.fleet().requests() > 0; ++round) {
-    for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+    world.open_all();
     for (int i = 0; i < 10; ++i) {
       for (int64_t id = 0; id < 4; ++id) world.work(InstanceId{id});
     }
@@ -211,7 +205,7 @@ RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
 
 TEST(FleetRecord, TheSameEventsGiveTheSameDecisionsAndOthersAreNamed) {
   World world(two_pools());
-  for (int64_t id = 0; id < 4; ++id) world.open(InstanceId{id});
+  world.open_all();
   world.arrive(1, 2, 4);
   world.work(InstanceId{0});
   world.work(InstanceId{1});

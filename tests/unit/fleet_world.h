@@ -64,6 +64,16 @@ class World {
   void open(InstanceId id) {
     for (const Said kind : {Said::kHello, Said::kLoaded, Said::kWarmed}) say(id, kind);
   }
+  void open_all() {
+    for (const InstanceView& one : fleet.fleet().instances()) open(one.id);
+  }
+  // Of the same size, one after the other, in the process's first epoch.
+  void take_steps(InstanceId id, int count, double seconds) {
+    for (int i = 0; i < count; ++i) {
+      take(fleet.step_began(id, 1, 16, now));
+      take(fleet.step_ended(id, 1, 16, seconds, now));
+    }
+  }
   void die(InstanceId id) {
     Process& process = processes[id.value];
     if (!process.alive) return;
