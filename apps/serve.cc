@@ -37,8 +37,7 @@ struct ServeFlags {
   Timeline::Options trace;
   bool trace_wait = false;
   std::string log_format = "text";
-  int64_t tensor_parallel_size = 1;
-  std::vector<std::string> short_tp;  // what follows -t in "-tp N"
+  std::vector<std::string> short_tp, short_pp;  // what follows -t in "-tp N", and -p in "-pp N"
   std::string config, device_map;
   bool print_config = false;
 };
@@ -81,26 +80,34 @@ absl::StatusOr<std::chrono::milliseconds> read_seconds(const char* flag, double 
   return invalid(flag, " must be between 0 and 86400 seconds, found ", seconds);
 }
 
-absl::Status check_tensor_parallel(ServeFlags& flags) {
-  if (!flags.short_tp.empty()) {
-    int64_t degree = 0;
-    std::string value = flags.short_tp.back();
-    if (flags.short_tp.size() == 1 && value.rfind("p=", 0) == 0) value = value.substr(2);
-    if (flags.short_tp.front()[0] != 'p' || !absl::SimpleAtoi(value, &degree))
-      return invalid("-tp needs a whole number");
-    flags.tensor_parallel_size = degree;
+// A size by which the LLM is cut, with what an allocation calls it.
+struct SizeFlag {
+  std::string name, short_name;          // "--tensor-parallel-size", "-tp"
+  std::vector<std::string> given_short;  // what follows -t in "-tp N"
+  std::string in_allocation;             // "parallel: tensor, tp_size"
+};
+
+absl::Status read_size(const SizeFlag& flag, const std::string& config, int64_t& size) {
+  if (!flag.given_short.empty()) {
+    std::string value = flag.given_short.back();
+    if (flag.given_short.size() == 1 && value.rfind("p=", 0) == 0) value = value.substr(2);
+    if (flag.given_short.front()[0] != 'p' || !absl::SimpleAtoi(value, &size)) {
+      return invalid(flag.short_name, " needs a whole number");
+    }
   }
-  if (flags.tensor_parallel_size < 1) {
-    return invalid("--tensor-parallel-size must be at least 1, found ", flags.tensor_parallel_size);
+  if (size < 1) return invalid(flag.name, " must be at least 1, found ", size);
+  if (size > 1 && !config.empty()) {
+    return invalid(flag.name, " is of a server without --config; an allocation says it for each pool: llm_backbone: {",
+                   flag.in_allocation, ": ", size, "}");
   }
-  if (flags.tensor_parallel_size > 1 && !flags.config.empty()) {
-    return invalid(
-        "--tensor-parallel-size is of a server without --config; an allocation says it for each pool: "
-        "llm_backbone: {parallel: tensor, tp_size: ",
-        flags.tensor_parallel_size, "}");
-  }
-  flags.engine.tensor_ranks = flags.tensor_parallel_size;
   return absl::OkStatus();
+}
+
+absl::Status read_sizes(ServeFlags& flags) {
+  PARVL_RETURN_IF_ERROR(read_size({"--tensor-parallel-size", "-tp", flags.short_tp, "parallel: tensor, tp_size"},
+                                  flags.config, flags.engine.tensor_ranks));
+  return read_size({"--pipeline-parallel-size", "-pp", flags.short_pp, "parallel: pipeline, pp_size"}, flags.config,
+                   flags.engine.pipeline_stages);
 }
 
 // None without an allocation file. Prints what became of it where that is asked for: then it is `done`.
@@ -175,7 +182,7 @@ void tell_lost(const absl::Status& why, bool loading) {
 // In this process, and those of its other ranks.
 absl::StatusOr<std::unique_ptr<Engine>> load_here(EngineOptions engine, const std::string& dir,
                                                   const Context& context) {
-  engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.tensor_ranks, tell_lost});
+  engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.ranks(), tell_lost});
   PARVL_ASSIGN_OR_RETURN(auto out, load_engine(dir, engine, context.clock));
   engine.load.startup->begin("warm-up");
   PARVL_RETURN_IF_ERROR(warm_up(*out));
@@ -185,7 +192,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_here(EngineOptions engine, const st
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
-  PARVL_RETURN_IF_ERROR(check_tensor_parallel(flags));
+  PARVL_RETURN_IF_ERROR(read_sizes(flags));
   bool done = false;
   PARVL_ASSIGN_OR_RETURN(const std::optional<PoolServing> pools, read_placement(flags, done));
   if (done) return absl::OkStatus();
@@ -256,6 +263,15 @@ void add_placement_options(CLI::App& command, ServeFlags& flags) {
   command.add_option("--device-map", flags.device_map, "What to compute on instead: CLASS=cpu|cuda,...");
   command.add_flag("--print-config", flags.print_config,
                    "Print what became of --config for this model, every default filled in, and end");
+}
+
+void add_size_options(CLI::App& command, ServeFlags& flags) {
+  command.add_option("--tensor-parallel-size", flags.engine.tensor_ranks,
+                     "Processes that the LLM's matrices are cut over; also -tp");
+  command.add_option("-t", flags.short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
+  command.add_option("--pipeline-parallel-size", flags.engine.pipeline_stages,
+                     "Stages that the LLM's layers are cut into, each in processes of its own; also -pp");
+  command.add_option("-p", flags.short_pp)->expected(1, 2)->group("");
 }
 
 // What it tells of what it does.
@@ -340,9 +356,7 @@ void add_serve_command(CLI::App& app, Context& context) {
   command->add_option("--allowed-private-media-hosts", flags->private_media_hosts,
                       "HOST,...: hosts whose address need not be public");
   command->add_option("--max-body-bytes", serve.http.body_bytes, "Largest request body")->capture_default_str();
-  command->add_option("--tensor-parallel-size", flags->tensor_parallel_size,
-                      "Processes that the LLM is cut over; also -tp");
-  command->add_option("-t", flags->short_tp)->expected(1, 2)->group("");  // -tp N reads as -t with "p" and N
+  add_size_options(*command, *flags);
   add_telling_options(*command, *flags);
   add_placement_options(*command, *flags);
   run_with(*command, context, [flags, &context] { return run_serve(*flags, context); });

@@ -33,17 +33,19 @@ std::string modules_text(const PoolPlan& pool) {
   });
 }
 
-int64_t tensor_ranks(const PoolPlan& pool) {
+// Of the LLM, where the pool has it.
+ModuleLayout backbone_layout(const PoolPlan& pool) {
   for (const PlacedModule& placed : pool.modules) {
-    if (placed.module == ModuleName::kBackbone) return placed.layout.tp;
+    if (placed.module == ModuleName::kBackbone) return placed.layout;
   }
-  return 1;
+  return {};
 }
 
 // Of one instance: the processes share the CPU's memory, and a class may say how much one of its devices has.
 int64_t memory_limit(const PoolServing& pools, const PoolPlan& pool, int64_t on_cpu, int64_t limit) {
   double class_bytes = pools.allocation.device_classes.at(pool.device).memory_gb * 1e9;
-  if (device_of(pools, pool) == "cpu") class_bytes *= static_cast<double>(tensor_ranks(pool));  // which share it
+  if (device_of(pools, pool) == "cpu")
+    class_bytes *= static_cast<double>(backbone_layout(pool).product());  // which share it
   const auto at_most = [&](int64_t bytes) { limit = limit == 0 ? bytes : std::min(limit, bytes); };
   if (class_bytes > 0) at_most(static_cast<int64_t>(class_bytes));
   if (device_of(pools, pool) == "cpu") at_most(available_bytes() / std::max<int64_t>(1, on_cpu));
@@ -75,15 +77,15 @@ absl::Status check_servable(const PlacementPlan& plan) {
                                                    " is not available yet", instead));
     }
     for (const PlacedModule& placed : pool.modules) {
-      // Over the devices of an instance the LLM is cut by tensors; its encoder is whole, on the first.
+      // Over the devices of an instance the LLM is cut by tensors and layers; its encoder is whole, on the first.
       const ModuleLayout& layout = placed.layout;
       const bool llm = placed.module == ModuleName::kBackbone, data = layout.tp * layout.pp * layout.sp == 1;
-      if (llm ? layout.tp == layout.product() : data && pool.role == PoolRole::kLlm) continue;
+      if (llm ? layout.tp * layout.pp == layout.product() : data && pool.role == PoolRole::kLlm) continue;
       if (layout.product() == 1) continue;
       return absl::UnimplementedError(
           absl::StrCat("pool ", pool.name, ": ", std::string(kModuleNames[static_cast<size_t>(placed.module)]),
                        " over ", layout.product(), " devices of an instance is not available yet but for an LLM with ",
-                       "parallel: tensor", instead));
+                       "parallel: tensor or pipeline", instead));
     }
   }
   return absl::OkStatus();
@@ -110,7 +112,8 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
                                    .generates = holds(ModuleName::kBackbone)});
     EngineOptions own = engine;
     own.load.device = devices[pool.name];
-    own.tensor_ranks = tensor_ranks(pool);
+    own.tensor_ranks = backbone_layout(pool).tp;
+    own.pipeline_stages = backbone_layout(pool).pp;
     own.load.memory_limit_bytes = memory_limit(pools, pool, on_cpu, engine.load.memory_limit_bytes);
     for (const PlacedModule& placed : pool.modules) {
       own.load.modules.emplace_back(kModuleNames[static_cast<size_t>(placed.module)]);

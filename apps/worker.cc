@@ -33,7 +33,7 @@ absl::Status run(WorkerOptions& options, const Context& context) {
     engine.load.startup = startup;
     // The gateway moves what an instance had once its process has ended.
     const auto gone = options.on_gone;
-    engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.tensor_ranks,
+    engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.ranks(),
                                          [gone](const absl::Status& why, bool /*loading*/) { gone(why); }});
     const Heartbeat heartbeat(startup);
     auto loaded = load(dir, engine, context.clock);

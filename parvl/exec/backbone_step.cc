@@ -1,10 +1,12 @@
 #include "parvl/exec/backbone_step.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "parvl/models/packing.h"
 #include "parvl/nn/device.h"
+#include "parvl/nn/stage.h"
 #include "parvl/nn/tensor_buffer.h"
 
 namespace parvl {
@@ -64,6 +66,7 @@ std::string to_message(const BackboneStep& step) {
   put(out, blocks);
   put(out, step.visual_rows);
   put(out, step.sample_rows);
+  put(out, std::vector<int64_t>{step.micro_batches});
   return out;
 }
 
@@ -76,7 +79,9 @@ absl::StatusOr<BackboneStep> read_step(std::string_view message) {
   const auto blocks = parser.list<int32_t>();
   out.visual_rows = parser.list<int64_t>();
   out.sample_rows = parser.list<int64_t>();
-  bool fits = parser.done() && out.positions.size() == out.ids.size() && sequences.size() % 3 == 0;
+  const auto micro_batches = parser.list<int64_t>();
+  bool fits =
+      parser.done() && micro_batches.size() == 1 && out.positions.size() == out.ids.size() && sequences.size() % 3 == 0;
   size_t at = 0;
   for (size_t i = 0; fits && i < sequences.size(); i += 3) {
     const auto count = static_cast<uint64_t>(sequences[i + 2]);
@@ -86,31 +91,80 @@ absl::StatusOr<BackboneStep> read_step(std::string_view message) {
     out.sequences.push_back({{begin, begin + static_cast<int64_t>(count)}, sequences[i], sequences[i + 1]});
     at += count;
   }
+  if (fits) out.micro_batches = micro_batches.front();
   if (fits && at == blocks.size()) return out;
   return invalid("a message of ", message.size(), " bytes is not a step");
 }
 
+int64_t count_micro_batches(int64_t tokens, int64_t stages, int64_t least) {
+  return std::clamp<int64_t>(tokens / std::max<int64_t>(1, least), 1, stages);
+}
+
+BackboneStep micro_batch_of(const BackboneStep& step, int64_t index) {
+  const auto tokens = static_cast<int64_t>(step.ids.size());
+  const int64_t begin = index * tokens / step.micro_batches, end = (index + 1) * tokens / step.micro_batches;
+  BackboneStep out;
+  out.ids.assign(step.ids.begin() + begin, step.ids.begin() + end);
+  out.positions.assign(step.positions.begin() + begin, step.positions.begin() + end);
+  int64_t at = 0;
+  for (const PagedSequence& sequence : step.sequences) {
+    const int64_t from = std::max(begin, at), to = std::min(end, at + sequence.count);
+    if (from < to) out.sequences.push_back({sequence.blocks, sequence.begin + from - at, to - from});
+    at += sequence.count;
+  }
+  const auto inside = [&](const std::vector<int64_t>& rows, std::vector<int64_t>& own) {
+    for (const int64_t row : rows) {
+      if (row >= begin && row < end) own.push_back(row - begin);
+    }
+  };
+  inside(step.visual_rows, out.visual_rows);
+  inside(step.sample_rows, out.sample_rows);
+  return out;
+}
+
+namespace {
+
+StagePart part_of(const LoadedFiles& files) {
+  return files.rank.stage.value_or(StagePart{0, files.model->spec().backbone.layers, true, true});
+}
+
+}  // namespace
+
 BackboneRunner::BackboneRunner(const LoadedFiles& files, int64_t blocks, int64_t block_size)
     : model_(*files.model),
       device_(files.device),
-      pages_(rank_backbone(model_.spec().backbone, ranks().size()), pixel_type(model_), device_, block_size),
+      others_(files.ranks),
+      part_(part_of(files)),
+      pages_(rank_backbone(model_.spec().backbone, files.rank), pixel_type(model_), device_, block_size,
+             part_.first_layer),
       attention_(std::make_shared<PagedAttention>(pages_)) {
   pages_.reserve(blocks);
 }
 
-// Through the group, so that it goes from GPU to GPU. Each rank could as well have encoded other images: then each
-// would send what it has.
+// Through the group, so that it goes from GPU to GPU.
 at::Tensor BackboneRunner::share_visual(const at::Tensor& visual, int64_t rows) const {
-  if (!is_cut()) return visual;
-  const at::TensorOptions options = at::TensorOptions().dtype(pixel_type(model_)).device(device_);
+  if (ranks().alone()) return visual;
   const at::Tensor out =
-      ranks().rank() == 0 ? visual.to(options).contiguous() : at::empty({rows, model_.spec().backbone.hidden}, options);
+      ranks().rank() == 0 ? visual.to(pixel_type(model_)).to(device_).contiguous() : empty_rows(rows);
   wait(ranks().group()->broadcast(buffer_of(out), 0));
   return out;
 }
 
-at::Tensor BackboneRunner::run(const BackboneStep& step, const at::Tensor& visual) {
-  at::NoGradGuard no_grad;
+at::Tensor BackboneRunner::empty_rows(int64_t rows) const {
+  const at::TensorOptions options = at::TensorOptions().dtype(pixel_type(model_)).device(device_);
+  return at::empty({rows, model_.spec().backbone.hidden}, options);
+}
+
+// This rank's rows of the hidden states. None are not sent.
+at::Tensor BackboneRunner::from_stage_before(int64_t tokens) const {
+  const int64_t own = ranks().alone() ? tokens : ranks().split(tokens).counts[static_cast<size_t>(ranks().rank())];
+  const at::Tensor out = empty_rows(own);
+  if (own > 0) wait(others_->from_before()->receive(buffer_of(out), 0));
+  return out;
+}
+
+// This stage's part of a micro batch: this rank's rows of the hidden states.
+at::Tensor BackboneRunner::run_stage(const BackboneStep& step, const at::Tensor& visual) {
   const Backbone& backbone = model_.backbone();
   BackboneBatch batch;
   batch.ids = to_device(step.ids, device_);
@@ -118,17 +172,57 @@ at::Tensor BackboneRunner::run(const BackboneStep& step, const at::Tensor& visua
   attention_->begin(step.sequences);
   batch.attention = attention_;
   Bundle in;
-  if (!step.visual_rows.empty()) {
+  if (!part_.embedding) {
+    in.set("hidden", from_stage_before(batch.ids.size(0)));
+  } else if (!step.visual_rows.empty()) {
     batch.visual_rows = to_device(step.visual_rows, device_);
     in.set("visual", share_visual(visual, batch.visual_rows.size(0)));
   }
-  const at::Tensor own = run_pieces(backbone.pieces(batch), std::move(in)).at("hidden");
+  return run_pieces(stage_pieces(backbone.pieces(batch), part_), std::move(in)).at("hidden");
+}
+
+// The last stage makes the logits of the rows that are asked for, and gives them to the first rank of all.
+at::Tensor BackboneRunner::share_logits(const at::Tensor& hidden_SH, int64_t rows) const {
+  at::Tensor out;
+  if (part_.head) out = model_.backbone().logits(hidden_SH).contiguous();
+  ProcessGroup* const group = others_ == nullptr ? nullptr : others_->logits();
+  if (group == nullptr) return out;
+  if (group->rank() == 1) {
+    wait(group->send(buffer_of(out), 0));
+  } else {
+    out = at::empty({rows, model_.spec().backbone.vocab}, empty_rows(0).options());
+    wait(group->receive(buffer_of(out), 1));
+  }
+  return out;
+}
+
+at::Tensor BackboneRunner::run(const BackboneStep& step, const at::Tensor& visual) {
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> sampled;  // on the last stage
+  Sent sent;                        // what the next stage may not have yet
+  int64_t images = 0;
+  for (int64_t i = 0; i < step.micro_batches; ++i) {
+    const BackboneStep micro_batch = micro_batch_of(step, i);
+    const auto rows = static_cast<int64_t>(micro_batch.visual_rows.size());
+    const at::Tensor own =
+        run_stage(micro_batch, visual.defined() && rows > 0 ? visual.narrow(0, images, rows) : at::Tensor());
+    images += rows;
+    if (!part_.head) {
+      if (sent.work != nullptr) wait(std::exchange(sent.work, nullptr));
+      sent.values = own.contiguous();
+      if (own.size(0) > 0) sent.work = others_->to_next()->send(buffer_of(sent.values), 1);
+    } else if (!micro_batch.sample_rows.empty()) {
+      const at::Tensor hidden = ranks().gather_rows(own, ranks().split(static_cast<int64_t>(micro_batch.ids.size())));
+      sampled.push_back(hidden.index_select(0, to_device(micro_batch.sample_rows, device_)));
+    }
+  }
+  if (sent.work != nullptr) wait(sent.work);
   if (step.sample_rows.empty()) {
     synchronize(device_);
     return {};
   }
-  const at::Tensor hidden = ranks().gather_rows(own, ranks().split(batch.ids.size(0)));
-  return backbone.logits(hidden.index_select(0, to_device(step.sample_rows, device_))).contiguous();
+  const at::Tensor hidden_SH = sampled.size() > 1 ? at::cat(sampled, 0) : sampled.empty() ? at::Tensor() : sampled[0];
+  return share_logits(hidden_SH, static_cast<int64_t>(step.sample_rows.size()));
 }
 
 }  // namespace parvl

@@ -21,8 +21,18 @@ struct BackboneStep {
   std::vector<std::array<int64_t, 3>> positions;  // [T], on the rotary axes
   std::vector<PagedSequence> sequences;
   std::vector<int64_t> visual_rows;  // of T, which the encoder's output takes, in order
-  std::vector<int64_t> sample_rows;  // of T, whose logits are asked for
+  std::vector<int64_t> sample_rows;  // of T, whose logits are asked for; ascending, as visual_rows
+  // Into how many it is cut, which go through the stages of a pipeline one behind the other: a stage computes one while
+  // the next stage computes the one before.
+  int64_t micro_batches = 1;
 };
+
+// How many for so many tokens: as many as there are stages, but none with fewer than `least` tokens, since each reads
+// all weights of a stage, and with few tokens that reading is what takes the time. Pure.
+int64_t count_micro_batches(int64_t tokens, int64_t stages, int64_t least);
+// Micro batch `index` of a step's, with even numbers of tokens: a sequence that lies across a border is in both, since
+// every stage computes its beginning first. Pure.
+BackboneStep micro_batch_of(const BackboneStep& step, int64_t index);
 
 std::string to_message(const BackboneStep& step);
 // InvalidArgument when it is not what to_message made.
@@ -36,18 +46,30 @@ class BackboneRunner {
 
   KvPages& pages() { return pages_; }
   // Whether other ranks take part in every step.
-  bool is_cut() const { return !ranks().alone(); }
-  // Logits [S, V] of the rows that are asked for, on the device, on every rank; undefined without any. `visual`: the
-  // encoder's output [rows, hidden] for the step's visual_rows. Only the first rank needs to have it: it gives it to
-  // the others. Throws libtorch's exceptions and the group's errors.
+  bool is_cut() const { return others_ != nullptr; }
+  int64_t stages() const { return others_ == nullptr ? 1 : others_->stages(); }
+  // Logits [S, V] of the rows that are asked for, on the device, on the first rank; others have them, or an undefined
+  // tensor, as does everybody without such rows. `visual`: the encoder's output [rows, hidden] for the step's
+  // visual_rows. Only the first rank needs to have it: it gives it to those that want it. Throws libtorch's exceptions
+  // and the group's errors.
   at::Tensor run(const BackboneStep& step, const at::Tensor& visual);
 
  private:
+  struct Sent {
+    at::Tensor values;
+    std::unique_ptr<Work> work;
+  };
   const TensorParallel& ranks() const { return model_.params().ranks(Module::kBackbone); }
+  at::Tensor run_stage(const BackboneStep& micro_batch, const at::Tensor& visual);
   at::Tensor share_visual(const at::Tensor& visual, int64_t rows) const;
+  at::Tensor empty_rows(int64_t rows) const;
+  at::Tensor from_stage_before(int64_t tokens) const;
+  at::Tensor share_logits(const at::Tensor& hidden_SH, int64_t rows) const;
 
   const Model& model_;
   const at::Device device_;
+  const std::shared_ptr<BackboneRanks> others_;  // null: it is alone
+  const StagePart part_;
   KvPages pages_;
   std::shared_ptr<PagedAttention> attention_;
 };

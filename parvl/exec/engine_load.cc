@@ -28,9 +28,15 @@ int64_t largest_image(const LoadedFiles& files) {
   return std::min(images.max_pixels / (patch * patch), files.max_model_len * merge * merge);
 }
 
-// Before the weights are there: says what does not fit.
+// Of one rank.
+int64_t kv_bytes(const LoadedFiles& files, const BackboneRank& rank, int64_t blocks) {
+  const BackboneSpec part = rank_backbone(files.model->spec().backbone, rank);
+  return blocks * KvPages::kBlockSize * kv_bytes_a_token(part, files.dtype);
+}
+
+// Before the weights are there: says what does not fit of what one rank holds.
 absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const EngineOptions& options,
-                                          const TensorRank& tensor = {}) {
+                                          const HeldModules& held, const BackboneRank& rank = {}) {
   ServingSettings settings;
   settings.dtype = files.dtype;
   settings.max_model_len = files.max_model_len;
@@ -42,14 +48,37 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   settings.max_patches = largest_image(files);
   if (files.device.is_cuda() && settings.max_patches > 0) settings.encode_patches = kEncodePatches;
   settings.prefix_caching = options.prefix_caching;
-  settings.held = files.held;
-  settings.tensor = tensor;
+  settings.held = held;
+  settings.rank = rank;
+  settings.samples = !rank.stage || (rank.rank == 0 && rank.stage->embedding);
   MemoryThere there = memory_there(files, options.load);
-  if (!files.device.is_cuda() && tensor.ranks > 1) {
-    there.bytes /= tensor.ranks;
-    there.name = absl::StrCat("of the CPU's memory for each of ", tensor.ranks, " ranks");
+  if (!files.device.is_cuda() && options.ranks() > 1) {
+    there.bytes /= options.ranks();
+    there.name = absl::StrCat("of the CPU's memory for each of ", options.ranks(), " ranks");
   }
   return plan_serving_memory(files.model->spec(), settings, there);
+}
+
+// Of the first rank, with as many blocks as all have room for: of a stage all ranks hold as much, but that the first of
+// all holds the encoder too.
+absl::StatusOr<ServingMemory> plan_ranks(const LoadedFiles& files, const EngineOptions& options) {
+  const ModelSpec& spec = files.model->spec();
+  PARVL_RETURN_IF_ERROR(check_tensor_ranks(spec, {"llm_backbone"}, options.tensor_ranks, "--tensor-parallel-size"));
+  PARVL_RETURN_IF_ERROR(
+      check_stages(spec.backbone.layers, "llm_backbone", options.pipeline_stages, "--pipeline-parallel-size"));
+  if (options.ranks() > kMaxRingReaders + 1) return invalid("more than ", kMaxRingReaders + 1, " ranks");
+  if (options.ranks() == 1) return plan_memory(files, options, files.held);
+  PARVL_ASSIGN_OR_RETURN(const auto stages, split_layers(spec.backbone.layers, options.pipeline_stages));
+  ServingMemory out;
+  for (const StagePart& stage : stages) {
+    const BackboneRank rank{options.tensor_ranks, 0, stage};
+    const HeldModules held = stage.embedding ? files.held : HeldModules{false, true};
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options, held, rank));
+    if (stage.embedding) out = memory;
+    out.num_blocks = std::min(out.num_blocks, memory.num_blocks);
+  }
+  out.kv = kv_bytes(files, {options.tensor_ranks, 0, stages.front()}, out.num_blocks);
+  return out;
 }
 
 // A cache that no image fits into would turn every image away, each at its request.
@@ -81,8 +110,10 @@ absl::StatusOr<SchedulerConfig> scheduler_config(const LoadedFiles& files, const
 }
 
 void log_plan(const LoadedFiles& files, const SchedulerConfig& config, const ServingMemory& memory) {
-  const int64_t ranks = files.tensor == nullptr ? 1 : files.tensor->group->size();
-  const std::string each = ranks == 1 ? "" : absl::StrCat(", and likewise on each of ", ranks, " ranks");
+  const int64_t ranks = files.ranks == nullptr ? 1 : files.ranks->size();
+  const int64_t stages = files.ranks == nullptr ? 1 : files.ranks->stages();
+  std::string each = ranks == 1 ? "" : absl::StrCat(", and likewise on each of ", ranks, " ranks");
+  if (stages > 1) each = absl::StrCat(" of rank 0; the layers are in ", stages, " stages on ", ranks, " ranks");
   log_info("weights: ", bytes_text(memory.weights), " on ", device_text(files.device), each);
   if (ranks > 1 && files.device.is_cuda()) log_info("decode steps are not recorded: the LLM is cut over ranks");
   log_info("KV memory: ", config.num_blocks * config.block_size, " tokens in ", config.num_blocks, " blocks (",
@@ -95,19 +126,19 @@ void log_plan(const LoadedFiles& files, const SchedulerConfig& config, const Ser
 absl::StatusOr<std::unique_ptr<EngineRanks>> start_ranks(LoadedFiles& files, const EngineOptions& options,
                                                          const RankSetup& setup) {
   std::unique_ptr<EngineRanks> out;
-  if (options.tensor_ranks == 1) return out;
+  if (options.ranks() == 1) return out;
   if (options.load.startup != nullptr) options.load.startup->begin("ranks");
   PARVL_CHECK(options.start_ranks != nullptr, "an engine of several ranks, and nothing to start them with");
   // What one of them computes all others wait for: a thread each, or they would wait for each other's.
   if (files.device.is_cpu()) at::set_num_threads(1);
   PARVL_ASSIGN_OR_RETURN(out, options.start_ranks());
-  PARVL_CHECK(out->size() == options.tensor_ranks, "another number of ranks was started");
+  PARVL_CHECK(out->size() == options.ranks(), "another number of ranks was started");
   const absl::Status status = catch_exceptions("the other ranks cannot be told what to load", [&] {
     out->send(to_message(setup));
-    return cut_backbone(files, out->communicator());
+    return cut_backbone(files, out->communicator(), options.pipeline_stages);
   });
   PARVL_RETURN_IF_ERROR(status);
-  out->set_group({files.tensor, files.tensor->group.get()});
+  out->set_groups(files.ranks);
   return out;
 }
 
@@ -121,15 +152,12 @@ absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, std:
   setup.options.load.rank = communicator.rank();
   return catch_exceptions("a rank of the engine failed", [&]() -> absl::Status {
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(setup.dir, setup.options.load));
-    const TensorRank self{communicator.world(), communicator.rank()};
+    if (files.device.is_cpu()) at::set_num_threads(1);
+    PARVL_RETURN_IF_ERROR(cut_backbone(files, communicator, setup.options.pipeline_stages));
     if (files.device.is_cuda()) {  // of the CPU's memory the first rank has found enough for all
-      const BackboneSpec part = rank_backbone(files.model->spec().backbone, self.ranks);
-      setup.options.kv_cache_bytes = setup.num_blocks * KvPages::kBlockSize * kv_bytes_a_token(part, files.dtype);
-      PARVL_RETURN_IF_ERROR(plan_memory(files, setup.options, self).status());
-    } else {
-      at::set_num_threads(1);
+      setup.options.kv_cache_bytes = kv_bytes(files, files.rank, setup.num_blocks);
+      PARVL_RETURN_IF_ERROR(plan_memory(files, setup.options, files.held, files.rank).status());
     }
-    PARVL_RETURN_IF_ERROR(cut_backbone(files, communicator));
     PARVL_RETURN_IF_ERROR(load_weights(files, setup.dir, setup.options.load));
     BackboneRunner runner(files, setup.num_blocks, KvPages::kBlockSize);
     use_own_stream(files.device);
@@ -152,10 +180,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     }
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, options.load));
     if (!files.held.backbone) return invalid("an engine that answers requests must hold the llm_backbone");
-    PARVL_RETURN_IF_ERROR(
-        check_tensor_ranks(files.model->spec(), {"llm_backbone"}, options.tensor_ranks, "--tensor-parallel-size"));
-    if (options.tensor_ranks > kMaxRingReaders + 1) return invalid("more than ", kMaxRingReaders + 1, " ranks");
-    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options, {options.tensor_ranks, 0}));
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_ranks(files, options));
     PARVL_ASSIGN_OR_RETURN(config.scheduler, scheduler_config(files, options, memory));
     RankSetup setup{dir, options, memory.num_blocks};
     setup.options.load.device = files.device.is_cuda() ? "cuda" : "cpu";
@@ -173,6 +198,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     if (options.load.startup != nullptr) options.load.startup->begin("KV memory");
     ExecutorOptions executing{.graphs = !options.enforce_eager, .startup = options.load.startup};
     executing.ranks = std::move(ranks);
+    executing.micro_batch_tokens = options.micro_batch_tokens;
     auto executor = make_torch_executor(std::move(files), config.scheduler, clock, std::move(executing));
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();
@@ -189,7 +215,7 @@ absl::StatusOr<std::unique_ptr<EncodeEngine>> load_encode_engine(const std::stri
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, load));
     if (files.held.backbone) return invalid("an engine that only encodes must not hold the llm_backbone");
     if (!files.prompts->has_images()) return invalid("there are no images to encode: ", files.prompts->why_no_images());
-    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options));
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options, files.held));
     PARVL_RETURN_IF_ERROR(load_weights(files, dir, load));
     log_info("weights of the encoder: ", bytes_text(memory.weights), " on ", device_text(files.device),
              "; encoding takes up to ", bytes_text(memory.encode), " more");

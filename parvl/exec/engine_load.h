@@ -28,9 +28,12 @@ struct EngineOptions {
   int64_t record_max_bytes = int64_t{1} << 30;  // where a record ends
   std::shared_ptr<Timeline> timeline;           // null: there is none
   EngineHooks hooks;
-  // Over which the LLM is cut; above 1 `start_ranks` must be there, which starts the others once the directory and the
-  // memory are found to be in order. The encoder is whole on the first rank. On the CPU the ranks share its memory.
-  int64_t tensor_ranks = 1;
+  // The LLM is cut into so many stages of layers, and each of these over so many ranks. With several ranks in all
+  // `start_ranks` must be there, which starts the others once the directory and the memory are found to be in order.
+  // The encoder is whole on the first rank. On the CPU the ranks share its memory.
+  int64_t tensor_ranks = 1, pipeline_stages = 1;
+  int64_t ranks() const { return tensor_ranks * pipeline_stages; }
+  int64_t micro_batch_tokens = 0;  // the fewest of what goes through a pipeline by itself; 0: by the device
   std::function<absl::StatusOr<std::unique_ptr<EngineRanks>>()> start_ranks;
 };
 

@@ -23,9 +23,9 @@ std::vector<int64_t> EngineRanks::pids() const {
   return out;
 }
 
-void EngineRanks::set_group(std::shared_ptr<ProcessGroup> group) {
+void EngineRanks::set_groups(std::shared_ptr<BackboneRanks> groups) {
   std::lock_guard lock(mutex_);
-  group_ = std::move(group);
+  groups_ = std::move(groups);
 }
 
 void EngineRanks::send(std::string_view message) {
@@ -40,8 +40,8 @@ void EngineRanks::lose(const absl::Status& why) {
     std::lock_guard lock(mutex_);
     if (!health_.ok()) return;
     health_ = absl::UnavailableError(why.message());
-    loading = group_ == nullptr;
-    if (group_ != nullptr) group_->abort(std::string(why.message()));
+    loading = groups_ == nullptr;
+    if (groups_ != nullptr) groups_->abort(std::string(why.message()));
   }
   lost_.notify_all();
   parts_.steps->close();

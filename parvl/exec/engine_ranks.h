@@ -14,6 +14,7 @@
 #include "parvl/base/status.h"
 #include "parvl/comm/communicator.h"
 #include "parvl/comm/ring/shared_ring.h"
+#include "parvl/exec/backbone_ranks.h"
 
 namespace parvl {
 
@@ -24,7 +25,7 @@ class EngineRanks {
     std::shared_ptr<void> processes;             // what the other ranks run in; goes last
     std::unique_ptr<Communicator> communicator;  // of all ranks; this is its rank 0
     std::unique_ptr<RingWriter> steps;           // rank r is its reader r − 1
-    // Once, on any thread; null: nothing. `loading`: before set_group, when the first rank may wait for that rank in
+    // Once, on any thread; null: nothing. `loading`: before set_groups, when the first rank may wait for that rank in
     // what nobody can end; then this must not return.
     std::function<void(const absl::Status& why, bool loading)> on_lost;
   };
@@ -37,8 +38,8 @@ class EngineRanks {
   int64_t size() const { return parts_.communicator->world(); }
   std::vector<int64_t> pids() const;  // of all ranks that have come, by rank
   Communicator& communicator() { return *parts_.communicator; }
-  // The group whose calls end when a rank is lost, as far as its backend can.
-  void set_group(std::shared_ptr<ProcessGroup> group);
+  // Whose calls end when a rank is lost, as far as their backend can.
+  void set_groups(std::shared_ptr<BackboneRanks> groups);
 
   // One thread. To all other ranks, in order. Throws std::runtime_error with why they cannot be reached.
   void send(std::string_view message);
@@ -57,7 +58,7 @@ class EngineRanks {
   mutable std::mutex mutex_;
   std::condition_variable lost_;
   absl::Status health_;
-  std::shared_ptr<ProcessGroup> group_;  // the communicator's
+  std::shared_ptr<BackboneRanks> groups_;  // the communicator's
 };
 
 }  // namespace parvl

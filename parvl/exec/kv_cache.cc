@@ -10,8 +10,12 @@
 #include "parvl/nn/functions.h"
 
 namespace parvl {
-KvPages::KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size)
-    : spec_(spec), options_(at::TensorOptions().dtype(type).device(device)), block_size_(block_size) {
+KvPages::KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size,
+                 int64_t first_layer)
+    : spec_(spec),
+      options_(at::TensorOptions().dtype(type).device(device)),
+      block_size_(block_size),
+      first_layer_(first_layer) {
   PARVL_CHECK(block_size >= 1 && block_size <= kernels::kPagedMaxBlock, "a KV block size that the kernel cannot take");
 }
 
@@ -48,10 +52,11 @@ void PagedAttention::begin(std::vector<PagedSequence> sequences) {
     rows_.push_back(rows_.back() + s.count);
     if (s.count == 1 && s.begin > 0) decoding_.push_back({rows_[i], s.blocks.data(), s.begin + 1});
   }
-  const at::Device device = pages_.keys(0).device();
+  const int64_t layer = pages_.first_layer();
+  const at::Device device = pages_.keys(layer).device();
   if (!device.is_cuda()) return;
-  if (!gpu_ && GpuAttention::fits(pages_.spec(), pages_.keys(0))) gpu_.emplace();
-  if (gpu_) return gpu_->begin(sequences_, places_, pages_.layer(0));
+  if (!gpu_ && GpuAttention::fits(pages_.spec(), pages_.keys(layer))) gpu_.emplace();
+  if (gpu_) return gpu_->begin(sequences_, places_, pages_.layer(layer));
   const at::Tensor places = to_device(std::vector<int64_t>(places_.begin(), places_.end()), device);
   write_blocks_ = places.floor_divide(size);
   write_offsets_ = places.remainder(size);

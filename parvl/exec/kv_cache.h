@@ -13,12 +13,14 @@
 
 namespace parvl {
 
-// The pages of all layers. Per layer, keys and values are [blocks, kv_heads, block_size, head_dim] (head-major). Not
-// thread-safe.
+// The pages of all layers that are here. Per layer, keys and values are [blocks, kv_heads, block_size, head_dim]
+// (head-major). Not thread-safe.
 class KvPages {
  public:
   static constexpr int64_t kBlockSize = 16;
-  KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size = kBlockSize);
+  // Of spec.layers layers, which count from `first_layer` on: those of a pipeline's stage.
+  KvPages(const BackboneSpec& spec, at::ScalarType type, at::Device device, int64_t block_size = kBlockSize,
+          int64_t first_layer = 0);
 
   // At least this many blocks; what is in them is kept. Growth doubles, so its cost is spread. On the CPU the system
   // gives a block's memory when it is first written.
@@ -26,14 +28,15 @@ class KvPages {
   int64_t blocks() const { return blocks_; }
   int64_t block_size() const { return block_size_; }
   const BackboneSpec& spec() const { return spec_; }
+  int64_t first_layer() const { return first_layer_; }
   LayerPages layer(int64_t layer) const { return {keys(layer), values(layer)}; }
-  const at::Tensor& keys(int64_t layer) const { return keys_[static_cast<size_t>(layer)]; }
-  const at::Tensor& values(int64_t layer) const { return values_[static_cast<size_t>(layer)]; }
+  const at::Tensor& keys(int64_t layer) const { return keys_[static_cast<size_t>(layer - first_layer_)]; }
+  const at::Tensor& values(int64_t layer) const { return values_[static_cast<size_t>(layer - first_layer_)]; }
 
  private:
   BackboneSpec spec_;
   at::TensorOptions options_;
-  int64_t block_size_;
+  int64_t block_size_, first_layer_;
   int64_t blocks_ = 0;
   std::vector<at::Tensor> keys_, values_;
 };

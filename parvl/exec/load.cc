@@ -11,6 +11,7 @@
 #include "parvl/exec/sampler.h"
 #include "parvl/models/checkpoint.h"
 #include "parvl/nn/device.h"
+#include "parvl/nn/stage.h"
 
 namespace parvl {
 namespace {
@@ -119,26 +120,25 @@ MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options) {
   return out;
 }
 
-absl::Status cut_backbone(LoadedFiles& files, Communicator& ranks) {
-  GroupSpec all{"llm_backbone.tp[0]", {}};
-  for (int64_t rank = 0; rank < ranks.world(); ++rank) all.ranks.push_back(rank);
-  auto out = std::make_shared<TensorRanks>();
-  Communicator* communicator = &ranks;
+absl::Status cut_backbone(LoadedFiles& files, Communicator& ranks, int64_t stages) {
+  PARVL_ASSIGN_OR_RETURN(const auto parts, split_layers(files.model->spec().backbone.layers, stages));
+  std::unique_ptr<Communicator> gpus;
   if (files.device.is_cuda()) {
-    PARVL_ASSIGN_OR_RETURN(out->gpus, make_nccl_communicator(ranks));
-    communicator = out->gpus.get();
+    PARVL_ASSIGN_OR_RETURN(gpus, make_nccl_communicator(ranks));
   }
-  PARVL_ASSIGN_OR_RETURN(out->group, communicator->join(all));
-  PARVL_RETURN_IF_ERROR(files.model->params().split(Module::kBackbone, out->group.get()));
-  files.tensor = std::move(out);
-  return absl::OkStatus();
+  PARVL_ASSIGN_OR_RETURN(files.ranks, BackboneRanks::connect(ranks, std::move(gpus), stages));
+  const int64_t tensor = ranks.world() / stages;
+  files.rank = {tensor, ranks.rank() % tensor, parts[static_cast<size_t>(files.ranks->stage())]};
+  return files.model->params().split(Module::kBackbone, files.ranks->tensor());
 }
 
 absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options) {
   Startup* startup = options.startup.get();
   if (startup != nullptr) startup->begin("weights");
-  files.model->params().keep([held = files.held](const Param& param) {
-    return param.module == Module::kBackbone ? held.backbone : held.encoder;
+  files.model->params().keep([&files](const Param& param) {
+    if (param.module != Module::kBackbone) return files.held.encoder;
+    const bool tied = files.model->spec().backbone.tied;
+    return files.held.backbone && (!files.rank.stage || on_stage(param, tied, *files.rank.stage));
   });
   files.model->params().allocate(to_scalar_type(files.dtype), files.device);
   return load_weights(*files.model, dir, [startup](int64_t done, int64_t total) {

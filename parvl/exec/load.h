@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "parvl/comm/communicator.h"
+#include "parvl/exec/backbone_ranks.h"
 #include "parvl/exec/load_options.h"
 #include "parvl/media/prompt.h"
 #include "parvl/models/model.h"
@@ -16,14 +16,9 @@
 
 namespace parvl {
 
-// The ranks that a model's backbone is cut over, as one of them has them.
-struct TensorRanks {
-  std::unique_ptr<Communicator> gpus;  // over GPUs; null on the CPU
-  std::unique_ptr<ProcessGroup> group;
-};
-
 struct LoadedFiles {
-  std::shared_ptr<TensorRanks> tensor;  // null: the backbone is whole. The model computes with it
+  std::shared_ptr<BackboneRanks> ranks;  // null: the backbone is whole. The model computes with it
+  BackboneRank rank;                     // among them: which part of the backbone is here
   std::shared_ptr<const PromptBuilder> prompts;
   std::unique_ptr<Model> model;
   SamplingParams sampling;  // generation_config.json over OpenAI's defaults
@@ -39,9 +34,10 @@ struct LoadedFiles {
 absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions& options);
 // What may be used of the device's memory, before the weights are there.
 MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options);
-// Before the weights: cuts the backbone over all ranks of the communicator, which all call it, and waits for them.
-// InvalidArgument where it cannot be cut so; the group's errors. The communicator outlives the files.
-absl::Status cut_backbone(LoadedFiles& files, Communicator& ranks);
+// Before the weights: cuts the backbone over all ranks of the communicator, which all call it, and waits for them: into
+// so many stages, and each of these over world / stages ranks. InvalidArgument where it cannot be cut so; the group's
+// errors. The communicator outlives the files.
+absl::Status cut_backbone(LoadedFiles& files, Communicator& ranks, int64_t stages = 1);
 // Allocates the parameters of the modules that are held, and fills them; the others get no tensors.
 // Of a backbone that is cut, this rank's part of each.
 absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options);

@@ -14,6 +14,7 @@ std::string to_message(const RankSetup& setup) {
               {"memory_limit_bytes", load.memory_limit_bytes},
               {"max_seqs", setup.options.max_seqs},
               {"max_batched_tokens", setup.options.max_batched_tokens},
+              {"pipeline_stages", setup.options.pipeline_stages},
               {"num_blocks", setup.num_blocks}}
       .dump();
 }
@@ -30,7 +31,7 @@ absl::StatusOr<RankSetup> read_setup(const std::string& message) {
   for (const auto& [name, value] :
        {std::pair("max_model_len", &load.max_model_len), std::pair("memory_limit_bytes", &load.memory_limit_bytes),
         std::pair("max_seqs", &out.options.max_seqs), std::pair("max_batched_tokens", &out.options.max_batched_tokens),
-        std::pair("num_blocks", &out.num_blocks)}) {
+        std::pair("pipeline_stages", &out.options.pipeline_stages), std::pair("num_blocks", &out.num_blocks)}) {
     PARVL_ASSIGN_OR_RETURN(*value, json_value<int64_t>(json, name, 0));
   }
   return out;

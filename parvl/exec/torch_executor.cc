@@ -61,6 +61,9 @@ class TorchExecutor : public ModelExecutor {
       : ranks_(std::move(options.ranks)),
         files_(std::move(files)),
         clock_(clock),
+        micro_batch_tokens_(options.micro_batch_tokens > 0 ? options.micro_batch_tokens
+                            : files_.device.is_cuda()      ? kGpuMicroBatch
+                                                           : kCpuMicroBatch),
         runner_(files_, config.num_blocks, config.block_size),
         encodes_(files_, clock) {
     if (!files_.device.is_cuda()) return;
@@ -289,6 +292,8 @@ class TorchExecutor : public ModelExecutor {
       step.sequences.push_back(std::move(sequence));
       if (work.samples) step.sample_rows.push_back(base + work.count - 1);
     }
+    step.micro_batches =
+        count_micro_batches(static_cast<int64_t>(step.ids.size()), runner_.stages(), micro_batch_tokens_);
     if (ranks_ != nullptr) ranks_->send(to_message(step));
     return runner_.run(step, visual.empty() ? at::Tensor() : at::cat(visual, 0));
   }
@@ -341,10 +346,13 @@ class TorchExecutor : public ModelExecutor {
   }
 
   static constexpr int64_t kMaxGraphRows = 256;
+  // About from here on the arithmetic of a product takes longer than reading its matrix.
+  static constexpr int64_t kCpuMicroBatch = 32, kGpuMicroBatch = 256;
 
   std::unique_ptr<EngineRanks> ranks_;  // null: it computes alone
   LoadedFiles files_;
   const Clock& clock_;
+  const int64_t micro_batch_tokens_;
   BackboneRunner runner_;
   std::unique_ptr<DecodeGraphs> graphs_;  // the backbone thread's
   // The caller's thread only.

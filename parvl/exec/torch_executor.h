@@ -14,9 +14,10 @@ struct ExecutorOptions {
   // without it the same work runs launch by launch.
   bool graphs = true;
   std::shared_ptr<Startup> startup;  // told of the recording; may be null
-  // The other ranks of a model whose backbone is cut (LoadedFiles::tensor); null: it is whole. Nothing of such a
+  // The other ranks of a model whose backbone is cut (LoadedFiles::ranks); null: it is whole. Nothing of such a
   // backbone is recorded.
   std::unique_ptr<EngineRanks> ranks;
+  int64_t micro_batch_tokens = 0;  // see EngineOptions
 };
 
 // Takes the model; KV memory for the scheduler's blocks is set aside here (on the CPU the system gives it page by page

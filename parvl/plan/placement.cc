@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <set>
 
+#include "parvl/base/check.h"
 #include "parvl/plan/cost/fit.h"
 #include "parvl/plan/cost/memory.h"
 
@@ -43,10 +44,8 @@ absl::Status check_tensor(const ModuleSpec& module, const ModelSpec& spec, const
 }
 
 absl::Status check_layers(const ModuleSpec& module, int64_t layers) {
-  const int64_t pp = module.pp.value_or(1);
-  if (pp <= layers) return absl::OkStatus();
-  return invalid(where(module.where, "pp_size"), " (", pp, ") must not be above the ", layers, " layers of ",
-                 std::string(name_of(module.module)));
+  return check_stages(layers, std::string(name_of(module.module)), module.pp.value_or(1),
+                      where(module.where, "pp_size"));
 }
 
 absl::Status check_against(const ModuleSpec& module, const ModelSpec& spec) {
@@ -74,7 +73,7 @@ absl::Status check_against(const ModuleSpec& module, const ModelSpec& spec) {
 class Planner {
  public:
   Planner(const Allocation& allocation, const ModelSpec& spec, DType dtype)
-      : allocation_(allocation), spec_(spec), bytes_(weight_bytes(spec, dtype)) {}
+      : allocation_(allocation), spec_(spec), dtype_(dtype), bytes_(weight_bytes(spec, dtype)) {}
 
   absl::StatusOr<PlacementPlan> run() {
     for (const ModuleSpec& module : allocation_.modules) PARVL_RETURN_IF_ERROR(check_against(module, spec_));
@@ -243,10 +242,23 @@ class Planner {
     return 0;
   }
 
+  // Of the backbone on one device: where stages differ, the largest.
+  int64_t largest_stage(const ModuleLayout& layout) const {
+    int64_t out = 0;
+    const auto stages = split_layers(spec_.backbone.layers, layout.pp);
+    PARVL_CHECK(stages.ok(), "a pipeline that does not fit the layers was not refused");
+    for (const StagePart& stage : *stages) {
+      out = std::max(out, backbone_bytes(spec_, dtype_, {layout.tp, 0, stage}));
+    }
+    return out;
+  }
+
   absl::Status check_memory(const PoolSpec& pool, PoolPlan& out) const {
     for (const PlacedModule& placed : out.modules) {
-      const int64_t parts = placed.layout.tp * placed.layout.pp;
-      out.weight_bytes += (bytes_of(placed.module) + parts - 1) / parts;
+      const ModuleLayout& layout = placed.layout;
+      const int64_t parts = layout.tp * layout.pp;
+      const bool backbone = placed.module == ModuleName::kBackbone;
+      out.weight_bytes += backbone ? largest_stage(layout) : (bytes_of(placed.module) + parts - 1) / parts;
     }
     const double memory_gb = allocation_.device_classes.at(pool.device).memory_gb;
     if (memory_gb == 0 || static_cast<double>(out.weight_bytes) <= memory_gb * 1e9) return absl::OkStatus();
@@ -270,6 +282,7 @@ class Planner {
 
   const Allocation& allocation_;
   const ModelSpec& spec_;
+  const DType dtype_;
   const WeightBytes bytes_;
 };
 

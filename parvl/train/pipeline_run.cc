@@ -5,21 +5,12 @@
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/nn/stage.h"
 #include "parvl/nn/tensor_buffer.h"
 #include "parvl/train/stage_messages.h"
 
 namespace parvl {
 namespace {
-
-// This stage's pieces of the backbone, without the loss.
-std::vector<Piece> stage_pieces(const Model& model, const StagePart& part, const BackboneBatch& batch) {
-  std::vector<Piece> all = model.backbone().pieces(batch), out;  // the embedding, then the layers
-  if (part.embedding) out.push_back(std::move(all[0]));
-  for (int64_t layer = part.first_layer; layer < part.first_layer + part.layers; ++layer) {
-    out.push_back(std::move(all[static_cast<size_t>(layer + 1)]));
-  }
-  return out;
-}
 
 at::Tensor empty_rows(const Model& model, int64_t rows, at::Device device) {
   return at::empty({rows, model.spec().backbone.hidden}, at::TensorOptions().dtype(pixel_type(model)).device(device));
@@ -272,7 +263,7 @@ class PipelineRun {
     }
     const bool images_come = vision_in_stage() || (ranks_.encoder_apart() && part.embedding);
     if (images_come && live.batch.share) list.add(exchange_piece(live.batch));
-    list.add(stage_pieces(model_, part, packed.backbone));
+    list.add(stage_pieces(model_.backbone().pieces(packed.backbone), part));
     if (part.head) {
       list.add(model_.backbone().loss_piece(packed.tokens, packed.loss_rows, packed.targets, options_.scale));
     }
@@ -342,7 +333,8 @@ at::Tensor run_stages(const Model& model, const RunRanks& ranks, const MicroBatc
   } else if (ranks.encoder_apart() && batch.share) {
     bundle = receive_images(model, ranks, batch, messages);
   }
-  const at::Tensor hidden = run_pieces(stage_pieces(model, part, batch.packed.backbone), bundle).at("hidden");
+  const at::Tensor hidden =
+      run_pieces(stage_pieces(model.backbone().pieces(batch.packed.backbone), part), bundle).at("hidden");
   if (!part.head) {
     messages.send(hidden, ranks.stage() + 1);
     messages.finish();

@@ -1,11 +1,10 @@
 #include "parvl/train/run_ranks.h"
 
-#include <absl/strings/match.h>
-
 #include <algorithm>
 
 #include "parvl/base/file.h"
 #include "parvl/comm/comm_site.h"
+#include "parvl/nn/stage.h"
 #include "parvl/nn/tensor_buffer.h"
 
 namespace parvl {
@@ -84,12 +83,7 @@ ProcessGroup* RunRanks::tied() const { return group("llm_backbone.tied"); }
 bool RunRanks::holds(const Param& param, int64_t stage) const {
   if (param.module != Module::kBackbone) return encoder_apart_ == (stage == kEncoderStage);
   if (stage == kEncoderStage) return false;
-  const StagePart& part = parts_[static_cast<size_t>(stage)];
-  if (absl::StartsWith(param.name, "llm_backbone.embed.")) return part.embedding || (tied_ && part.head);
-  constexpr char kLayers[] = "llm_backbone.layers.";
-  if (!absl::StartsWith(param.name, kLayers)) return part.head;
-  const int64_t layer = std::stoll(param.name.substr(sizeof kLayers - 1));
-  return layer >= part.first_layer && layer < part.first_layer + part.layers;
+  return on_stage(param, tied_, parts_[static_cast<size_t>(stage)]);
 }
 
 bool RunRanks::trains(const ParamTable& params, int64_t stage) const {

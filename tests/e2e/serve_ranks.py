@@ -5,6 +5,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import tempfile
 import time
 import unittest
 
@@ -20,6 +21,7 @@ model:
     vision_encoder: {pool: llm-pool}
     llm_backbone:   {pool: llm-pool, replicas: 2, parallel: tensor, tp_size: 2}
 """
+TWO_PIPELINES = TWO_INSTANCES.replace("parallel: tensor, tp_size", "parallel: pipeline, pp_size")
 LLM_ALONE = """
 cluster:
   gpu_pools:
@@ -75,12 +77,12 @@ class Ranks(unittest.TestCase):
             self.assertAlmostEqual(logprob, near, delta=1e-4)
 
     def test_answers_are_those_of_one_process(self):
-        for flags in (("-tp", "2"), ("--tensor-parallel-size", "4")):
+        for flags in (("-tp", "2"), ("--tensor-parallel-size", "4"), ("-pp", "2"), ("-tp=2", "--pipeline-parallel-size", "2")):
             with self.subTest(flags):
                 server = Server("--dtype", "float32", *SMALL, *flags)
                 try:
                     ranks = ranks_of(server.process.pid)
-                    self.assertEqual(len(ranks), int(flags[1]) - 1)
+                    self.assertEqual(len(ranks), (4 if "4" in flags or len(flags) == 3 else 2) - 1)
                     for name, messages in self.asked.items():
                         self.assert_same(Answer(server, messages, **LONG).read_all(), self.want[name])
                 finally:
@@ -88,7 +90,12 @@ class Ranks(unittest.TestCase):
                 self.assertEqual([pid for pid in ranks if is_there(pid)], [], "a rank outlives its engine")
 
     def test_a_rank_that_is_killed_ends_its_engine_with_a_clear_error(self):
-        with Server("--dtype", "float32", *SMALL, "-tp", "2") as server:
+        for flag in ("-tp", "-pp"):
+            with self.subTest(flag):
+                self.kill_a_rank_while_it_answers(flag)
+
+    def kill_a_rank_while_it_answers(self, flag):
+        with Server("--dtype", "float32", *SMALL, flag, "2") as server:
             answer = Answer(server, self.asked["text"], **{**LONG, "max_tokens": 400}).read_until(3)
             os.kill(ranks_of(server.process.pid)[0], signal.SIGKILL)
             answer.read_all()
@@ -115,8 +122,24 @@ class Ranks(unittest.TestCase):
         self.assertEqual(run.returncode, 2)
         self.assertIn("--tensor-parallel-size (3) must divide the 4 attention heads of llm_backbone; valid here: 1, 2, 4", run.stderr)
 
+    def test_more_stages_than_layers_are_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "allocation.yaml"
+            path.write_text(TWO_PIPELINES.replace("pp_size: 2", "pp_size: 9").replace("devices: 4", "devices: 18"))
+            for flags, says in ((("-pp", "9"), "--pipeline-parallel-size (9) must not be above the 4 layers of llm_backbone"),
+                                (("--config", str(path), "--device-map", "gpu-40gb=cpu"),
+                                 f"{path}:8: 'model.modules.llm_backbone.pp_size' (9) must not be above the 4 layers of llm_backbone")):
+                run = subprocess.run([PARVL, "serve", "--model", MODEL, "--port", "0", *flags], capture_output=True, text=True, timeout=120)
+                self.assertEqual(run.returncode, 2)
+                self.assertIn(says, run.stderr)
+
     def test_requests_go_on_elsewhere_when_a_rank_of_their_instance_dies(self):
-        server = Pools(TWO_INSTANCES, *SMALL)
+        for allocation in (TWO_INSTANCES, TWO_PIPELINES):
+            with self.subTest(allocation):
+                self.kill_ranks_of_instances(allocation)
+
+    def kill_ranks_of_instances(self, allocation):
+        server = Pools(allocation, *SMALL)
         try:
             self.assert_same(Answer(server, self.asked["picture"], **LONG).read_all(), self.want["picture"])
             for name, tokens in (("picture", 5), ("text", 20)):

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "parvl/comm/communicator.h"
+#include "tests/unit/comm_around.h"
 
 namespace parvl {
 
@@ -21,42 +21,36 @@ struct CallCounts {
   int64_t largest = 0;  // values of one buffer
 };
 
-class CountingGroup : public ProcessGroup {
+class CountingGroup : public GroupAround {
  public:
-  CountingGroup(std::unique_ptr<ProcessGroup> inner, CallCounts& counts) : inner_(std::move(inner)), counts_(counts) {}
-
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
+  CountingGroup(std::unique_ptr<ProcessGroup> inner, CallCounts& counts)
+      : GroupAround(std::move(inner)), counts_(counts) {}
 
   std::unique_ptr<Work> all_reduce(Buffer values, ReduceOp op) override {
     count("all_reduce", values);
-    return inner_->all_reduce(values, op);
+    return GroupAround::all_reduce(values, op);
   }
   std::unique_ptr<Work> all_gather(ConstBuffer in, Buffer out) override {
     count("all_gather", out);
-    return inner_->all_gather(in, out);
+    return GroupAround::all_gather(in, out);
   }
   std::unique_ptr<Work> reduce_scatter(ConstBuffer in, Buffer out) override {
     count("reduce_scatter", in);
-    return inner_->reduce_scatter(in, out);
+    return GroupAround::reduce_scatter(in, out);
   }
   std::unique_ptr<Work> broadcast(Buffer values, int64_t root) override {
     count("broadcast", values);
-    return inner_->broadcast(values, root);
+    return GroupAround::broadcast(values, root);
   }
   std::unique_ptr<Work> all_to_all(ConstBuffer in, absl::Span<const int64_t> in_counts, Buffer out,
                                    absl::Span<const int64_t> out_counts) override {
     count("all_to_all", in);
-    return inner_->all_to_all(in, in_counts, out, out_counts);
+    return GroupAround::all_to_all(in, in_counts, out, out_counts);
   }
   std::unique_ptr<Work> send(ConstBuffer values, int64_t to) override {
     count("send", values);
-    return inner_->send(values, to);
+    return GroupAround::send(values, to);
   }
-  std::unique_ptr<Work> receive(Buffer values, int64_t from) override { return inner_->receive(values, from); }
-  std::unique_ptr<Work> barrier() override { return inner_->barrier(); }
-  void abort(const std::string& reason) override { inner_->abort(reason); }
 
  private:
   void count(const char* call, ConstBuffer buffer) {
@@ -66,7 +60,6 @@ class CountingGroup : public ProcessGroup {
     counts_.largest = std::max(counts_.largest, buffer.count);
   }
 
-  std::unique_ptr<ProcessGroup> inner_;
   CallCounts& counts_;
 };
 

@@ -18,7 +18,9 @@ class CountingAllocator : public c10::Allocator {
     // Its size and owner stand before it; kernels want it aligned.
     auto* head = static_cast<Head*>(std::aligned_alloc(kAlign, (bytes + 2 * kAlign - 1) / kAlign * kAlign));
     *head = {this, size, t_mine};
-    live_ += size;
+    const int64_t now = live_ += size;
+    for (int64_t peak = peak_; now > peak && !peak_.compare_exchange_weak(peak, now);) {
+    }
     if (t_mine != nullptr) *t_mine += size;
     int64_t largest = largest_;
     while (largest < size && !largest_.compare_exchange_weak(largest, size)) {
@@ -29,6 +31,14 @@ class CountingAllocator : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &CountingAllocator::release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   int64_t live() const { return live_; }
+  // The most bytes that were live during `work`, beyond those that were before.
+  template <typename Work>
+  int64_t peak_of(Work work) {
+    const int64_t before = live_;
+    peak_ = before;
+    work();
+    return peak_ - before;
+  }
   // What this thread allocates is counted in `mine` too, whoever frees it; null: no longer. It outlives the tensors.
   static void count_mine(std::atomic<int64_t>* mine) { t_mine = mine; }
   int64_t take_largest() { return largest_.exchange(0); }
@@ -48,7 +58,7 @@ class CountingAllocator : public c10::Allocator {
     std::free(head);
   }
   static inline thread_local std::atomic<int64_t>* t_mine = nullptr;
-  std::atomic<int64_t> live_ = 0, largest_ = 0;
+  std::atomic<int64_t> live_ = 0, peak_ = 0, largest_ = 0;
 };
 
 }  // namespace parvl

@@ -1,7 +1,6 @@
 // The formulas of plan/cost/memory.h against what is counted: every tensor of the CPU goes through a counting allocator
 // while weights, pages, encoders and steps are made by the code that serves.
 #include <ATen/Parallel.h>
-#include <c10/core/CPUAllocator.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -10,48 +9,13 @@
 #include "parvl/comm/local/local_group.h"
 #include "parvl/exec/backbone_step.h"
 #include "parvl/exec/torch_executor.h"
+#include "parvl/nn/stage.h"
 #include "parvl/plan/cost/memory.h"
+#include "tests/unit/counting_allocator.h"
 #include "tests/unit/models_fixture.h"
 
 namespace parvl {
 namespace {
-
-// Counts the bytes that are out, and the most there were. The size stands in front of each block.
-class CountingAllocator : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override {
-    void* base = std::aligned_alloc(kFront, (bytes + 2 * kFront - 1) / kFront * kFront);
-    if (base == nullptr) throw std::bad_alloc();
-    *static_cast<int64_t*>(base) = static_cast<int64_t>(bytes);
-    const int64_t now = current_ += static_cast<int64_t>(bytes);
-    for (int64_t peak = peak_; now > peak && !peak_.compare_exchange_weak(peak, now);) {
-    }
-    void* data = static_cast<char*>(base) + kFront;
-    return {data, data, &CountingAllocator::free, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &CountingAllocator::free; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-
-  // The most bytes that were out during `work`, beyond those that were out before.
-  template <typename Work>
-  int64_t peak_of(Work work) {
-    const int64_t before = current_;
-    peak_ = before;
-    work();
-    return peak_ - before;
-  }
-  int64_t current() const { return current_; }
-
- private:
-  static constexpr size_t kFront = 64;
-  static void free(void* data) {
-    if (data == nullptr) return;
-    void* base = static_cast<char*>(data) - kFront;
-    current_ -= *static_cast<int64_t*>(base);
-    std::free(base);
-  }
-  static inline std::atomic<int64_t> current_{0}, peak_{0};
-};
 
 CountingAllocator& counter() {
   static CountingAllocator& allocator = *[] {
@@ -125,10 +89,10 @@ TEST(Memory, WeightsAreExactByModule) {
     for (const DType dtype : kTypes) {
       SCOPED_TRACE(one.name + " " + to_string(dtype));
       const auto model = Model::create(spec_of(one.config));
-      const int64_t before = counter().current();
+      const int64_t before = counter().live();
       model->params().allocate(to_scalar_type(dtype), at::kCPU);
       const WeightBytes formula = weight_bytes(model->spec(), dtype);
-      EXPECT_EQ(counter().current() - before, formula.total());
+      EXPECT_EQ(counter().live() - before, formula.total());
       std::map<Module, int64_t> counted;
       for (const Param* param : model->params().owned()) {
         counted[param->module] += (param->numel() + 63) / 64 * 64 * dtype_bytes(dtype);
@@ -146,9 +110,9 @@ TEST(Memory, KvPagesAreExact) {
       SCOPED_TRACE(one.name + " " + to_string(dtype));
       const ModelSpec spec = spec_of(one.config);
       KvPages pages(spec.backbone, to_scalar_type(dtype), at::kCPU);
-      const int64_t before = counter().current();
+      const int64_t before = counter().live();
       pages.reserve(100);
-      EXPECT_EQ(counter().current() - before, 100 * pages.block_size() * kv_bytes_a_token(spec.backbone, dtype));
+      EXPECT_EQ(counter().live() - before, 100 * pages.block_size() * kv_bytes_a_token(spec.backbone, dtype));
     }
   }
 }
@@ -315,21 +279,28 @@ TEST_P(MemoryOfSteps, Images) {
 }
 
 // The ranks of a cut backbone, which are threads here: all of them together at once.
-int64_t peak_over_ranks(const ModelSpec& spec, DType dtype, int64_t ranks, const BackboneStep& step) {
+int64_t peak_over_ranks(const ModelSpec& spec, DType dtype, int64_t ranks, const BackboneStep& step,
+                        int64_t stages = 1) {
   std::atomic<int64_t> peak = 0;
   run_local_world(ranks, {}, [&](Communicator& communicator) {
     LoadedFiles files;
     files.model = Model::create(spec);
-    files.model->params().keep([](const Param& param) { return param.module == Module::kBackbone; });
-    ASSERT_TRUE(cut_backbone(files, communicator).ok());
+    ASSERT_TRUE(cut_backbone(files, communicator, stages).ok());
+    const bool tied = spec.backbone.tied;
+    files.model->params().keep([&](const Param& param) {
+      return param.module == Module::kBackbone && on_stage(param, tied, *files.rank.stage);
+    });
+    GroupSpec everybody{"everybody", {}};
+    for (int64_t rank = 0; rank < ranks; ++rank) everybody.ranks.push_back(rank);
+    const auto all = *communicator.join(everybody);
     files.model->params().allocate(to_scalar_type(dtype), at::kCPU);
     files.model->params().initialise(3, 0.05);
     BackboneRunner runner(files, 256, KvPages::kBlockSize);
-    const auto all_here = [&] { EXPECT_TRUE(files.tensor->group->barrier()->wait().ok()); };
+    const auto all_here = [&] { EXPECT_TRUE(all->barrier()->wait().ok()); };
     const auto run = [&] {
       all_here();
       const at::Tensor logits = runner.run(step, {});
-      const at::Tensor wide = logits.to(at::kCPU, at::kFloat);  // as for the sampler
+      const at::Tensor wide = logits.defined() ? logits.to(at::kCPU, at::kFloat) : logits;  // as for the sampler
       all_here();
     };
     all_here();
@@ -374,6 +345,29 @@ TEST_P(MemoryOfSteps, EachOfTheRanksOfACutBackbone) {
                      peak_over_ranks(spec, GetParam(), ranks, decode),
                      absl::StrCat(one.name, ", 32 sequences on ", ranks, " ranks"), ranks);
       }
+    }
+  }
+}
+
+// Micro batches need less than the whole step that the formula is for, so it is a bound and no more.
+TEST_P(MemoryOfSteps, EachOfTheStagesOfAPipeline) {
+  at::set_num_threads(1);
+  for (const Shape& one : shapes()) {
+    const ModelSpec spec = spec_of(one.config);
+    if (spec.vision || spec.backbone.heads % 4 != 0 || spec.backbone.layers < 2) continue;
+    for (const auto& [ranks, stages, micro_batches] : {std::tuple{2, 2, 1}, std::tuple{2, 2, 2}, std::tuple{4, 2, 2}}) {
+      BackboneStep step;
+      step.micro_batches = micro_batches;
+      for (int64_t i = 0; i < 64; ++i) {
+        step.sequences.push_back({{static_cast<int32_t>(i)}, 0, 10});
+        for (int64_t k = 0; k < 10; ++k) {
+          step.ids.push_back(i + k);
+          step.positions.push_back({k, k, k});
+        }
+        step.sample_rows.push_back(10 * i + 9);
+      }
+      const int64_t bound = ranks * step_bytes(spec.backbone, GetParam(), {640, 10, 10, 0, 64, ranks / stages}, here());
+      EXPECT_GE(bound, peak_over_ranks(spec, GetParam(), ranks, step, stages)) << one.name << ", " << stages;
     }
   }
 }

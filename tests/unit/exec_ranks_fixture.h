@@ -1,6 +1,7 @@
 // An engine whose LLM is cut over ranks that are threads of this process.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -37,21 +38,41 @@ class RankThreads {
   std::vector<std::thread> threads_;
 };
 
-// `made`: where the threads are to be seen; may be null.
-inline EngineOptions over_ranks(EngineOptions options, int64_t ranks, RankThreads** made = nullptr) {
-  options.tensor_ranks = ranks;
-  options.start_ranks = [ranks, made]() -> absl::StatusOr<std::unique_ptr<EngineRanks>> {
+// Ranks that are threads, `options.ranks()` of them.
+struct RankWorld {
+  // Around the communicator of each rank, when there is something to watch; may be empty.
+  std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator>)> around;
+  RankThreads** made = nullptr;  // where the threads are to be seen; may be null
+};
+inline EngineOptions over_ranks(EngineOptions options, const RankWorld& world) {
+  options.start_ranks = [ranks = options.ranks(), world]() -> absl::StatusOr<std::unique_ptr<EngineRanks>> {
     auto communicators = make_local_communicators(ranks, {.deadline_s = 20});
+    if (world.around) {
+      for (auto& one : communicators) one = world.around(std::move(one));
+    }
     EngineRanks::Parts parts;
     parts.communicator = std::move(communicators.front());
     communicators.erase(communicators.begin());
     PARVL_ASSIGN_OR_RETURN(parts.steps, RingWriter::create(ranks - 1, 4096));  // less than a long step
     auto threads = std::make_shared<RankThreads>(parts.steps->path(), std::move(communicators));
-    if (made != nullptr) *made = threads.get();
+    if (world.made != nullptr) *world.made = threads.get();
     parts.processes = threads;
     return std::make_unique<EngineRanks>(std::move(parts));
   };
   return options;
+}
+
+// Cut by tensors.
+inline EngineOptions over_ranks(EngineOptions options, int64_t ranks, RankThreads** made = nullptr) {
+  options.tensor_ranks = ranks;
+  return over_ranks(std::move(options), RankWorld{{}, made});
+}
+// By tensors and layers, every step in as many micro batches as there are stages.
+inline EngineOptions over_stages(EngineOptions options, int64_t tensor, int64_t stages, const RankWorld& world = {}) {
+  options.tensor_ranks = tensor;
+  options.pipeline_stages = stages;
+  if (options.micro_batch_tokens == 0) options.micro_batch_tokens = 1;
+  return over_ranks(std::move(options), world);
 }
 
 }  // namespace parvl

@@ -44,7 +44,7 @@ class TensorParallelTest : public GivenFeaturesTest {
 
   // Hardly more than one sequence needs, of a rank's bytes.
   static int64_t tight(const std::string& dir, int64_t ranks) {
-    const BackboneSpec part = rank_backbone(load_model_spec(dir)->backbone, ranks);
+    const BackboneSpec part = rank_backbone(load_model_spec(dir)->backbone, {ranks});
     return kv_bytes_a_token(part, DType::kFloat32) * 16 * (kMaxLen / 16 + 3);
   }
 };
@@ -113,7 +113,7 @@ TEST_P(TensorParallelFamilyTest, EachRankHoldsItsPartAndNoMore) {
       for (int64_t layer = 0; layer < spec.backbone.layers; ++layer) {
         kv += static_cast<int64_t>(runner.pages().keys(layer).nbytes() + runner.pages().values(layer).nbytes());
       }
-      const BackboneSpec part = rank_backbone(spec.backbone, ranks);
+      const BackboneSpec part = rank_backbone(spec.backbone, {ranks});
       EXPECT_EQ(kv, blocks * KvPages::kBlockSize * kv_bytes_a_token(part, files.dtype));
       EXPECT_EQ(part.kv_heads, std::max<int64_t>(1, spec.backbone.kv_heads / ranks));
     });

@@ -24,25 +24,26 @@ int64_t blocks_needed(const ServingSettings& s) {
 
 // Of one rank.
 int64_t block_bytes(const ModelSpec& spec, const ServingSettings& s) {
-  return s.block_size * kv_bytes_a_token(rank_backbone(spec.backbone, s.tensor.ranks), s.dtype);
+  return s.block_size * kv_bytes_a_token(rank_backbone(spec.backbone, s.rank), s.dtype);
 }
 
 // All that does not depend on how much there is.
 ServingMemory fixed_memory(const ModelSpec& spec, const ServingSettings& s, const Target& target) {
   ServingMemory out;
   out.weights = weight_bytes(spec, s.dtype).of({s.held.encoder, false});
-  if (s.held.backbone) out.weights += backbone_bytes(spec, s.dtype, s.tensor);
+  if (s.held.backbone) out.weights += backbone_bytes(spec, s.dtype, s.rank);
   if (s.held.encoder) out.encode = encode_bytes(spec, s.dtype, std::max(s.max_patches, s.encode_patches), target);
   if (!s.held.backbone) return out;
   StepShape shape;
   shape.tokens = s.max_batched_tokens;
   shape.longest_piece = std::min(s.max_batched_tokens, s.max_model_len);
   shape.longest_context = s.max_model_len;
-  shape.visual_tokens = spec.vision ? shape.tokens : 0;
-  shape.sampled = s.max_seqs;
-  shape.ranks = s.tensor.ranks;
+  const StagePart all{0, spec.backbone.layers, true, true}, part = s.rank.stage.value_or(all);
+  shape.visual_tokens = spec.vision && part.embedding ? shape.tokens : 0;
+  shape.sampled = part.head || s.samples ? s.max_seqs : 0;  // the last stage makes their logits, the first gets them
+  shape.ranks = s.rank.ranks;
   out.step = step_bytes(spec.backbone, s.dtype, shape, target);
-  if (!target.cuda && s.tensor.rank == 0) out.step += sampling_bytes(spec.backbone, s.max_seqs);
+  if (!target.cuda && s.samples) out.step += sampling_bytes(spec.backbone, s.max_seqs);
   return out;
 }
 
@@ -202,6 +203,11 @@ absl::Status check_tensor_ranks(const ModelSpec& spec, const std::vector<std::st
                                                                        : " columns of the MLP";
   return invalid(name, " (", ranks, ") must divide the ", param->units, units, " of ", param->module,
                  param->copies ? ", or be a multiple of them" : "", "; valid here: ", absl::StrJoin(valid, ", "));
+}
+
+absl::Status check_stages(int64_t layers, const std::string& module, int64_t stages, const std::string& name) {
+  if (stages <= layers) return absl::OkStatus();
+  return invalid(name, " (", stages, ") must not be above the ", layers, " layers of ", module);
 }
 
 absl::Status check_one_request(const ModelSpec& spec, const OneRequest& request, const MemoryThere& there) {

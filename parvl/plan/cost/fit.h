@@ -23,7 +23,8 @@ struct ServingSettings {
   // Without the backbone there are neither steps nor KV memory; without the encoder nothing is encoded, but features
   // come from elsewhere, and the encoder cache keeps them.
   HeldModules held;
-  TensorRank tensor;  // of the backbone; the first also holds the encoder and chooses the tokens
+  BackboneRank rank;    // which part of the backbone
+  bool samples = true;  // it chooses the tokens: the first of the backbone's ranks
 };
 
 // The memory that the model lies in.
@@ -53,6 +54,9 @@ absl::StatusOr<ServingMemory> plan_serving_memory(const ModelSpec& spec, const S
 // ends with the numbers that are valid.
 absl::Status check_tensor_ranks(const ModelSpec& spec, const std::vector<std::string>& modules, int64_t ranks,
                                 const std::string& name);
+
+// OK when a pipeline of so many stages has a layer for each; else InvalidArgument that begins with `name`.
+absl::Status check_stages(int64_t layers, const std::string& module, int64_t stages, const std::string& name);
 
 // For one request without a server: its tokens (prompt and answer) and the patches of its largest image.
 struct OneRequest {

@@ -66,10 +66,10 @@ WeightBytes weight_bytes(const ModelSpec& spec, DType dtype) {
   return {counts.vision_encoder * bytes, counts.projector * bytes, counts.backbone() * bytes};
 }
 
-int64_t backbone_bytes(const ModelSpec& spec, DType dtype, const TensorRank& rank) {
+int64_t backbone_bytes(const ModelSpec& spec, DType dtype, const BackboneRank& rank) {
   int64_t values = 0;
   for (const ParamSpec& param : list_params(spec)) {
-    if (param.module != "llm_backbone") continue;
+    if (param.module != "llm_backbone" || (rank.stage && !on_stage(param, *rank.stage))) continue;
     const auto held = held_part(param, rank.ranks, rank.rank);
     PARVL_CHECK(held.ok(), "the memory of a cut that cannot be made");
     values += (held->values + kAlign - 1) / kAlign * kAlign;
@@ -77,10 +77,11 @@ int64_t backbone_bytes(const ModelSpec& spec, DType dtype, const TensorRank& ran
   return values * dtype_bytes(dtype);
 }
 
-BackboneSpec rank_backbone(BackboneSpec spec, int64_t ranks) {
-  spec.heads /= ranks;
-  spec.kv_heads = std::max<int64_t>(1, spec.kv_heads / ranks);  // with more ranks than heads, several have the same
-  spec.intermediate /= ranks;
+BackboneSpec rank_backbone(BackboneSpec spec, const BackboneRank& rank) {
+  if (rank.stage) spec.layers = rank.stage->layers;
+  spec.heads /= rank.ranks;
+  spec.kv_heads = std::max<int64_t>(1, spec.kv_heads / rank.ranks);  // with more than heads, several have the same
+  spec.intermediate /= rank.ranks;
   return spec;
 }
 
@@ -95,7 +96,7 @@ int64_t visual_bytes(const ModelSpec& spec, DType dtype, int64_t patches) {
 }
 
 int64_t step_bytes(const BackboneSpec& whole, DType dtype, const StepShape& s, const Target& target) {
-  const BackboneSpec b = rank_backbone(whole, s.ranks);
+  const BackboneSpec b = rank_backbone(whole, {s.ranks});
   const int64_t bytes = dtype_bytes(dtype), wide = wide_bytes(dtype);
   const int64_t h = s.tokens * b.hidden * bytes, i = s.tokens * b.intermediate * bytes;
   const int64_t q = s.tokens * b.heads * b.head_dim * bytes, kv = s.tokens * b.kv_heads * b.head_dim * bytes;

@@ -4,8 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "parvl/plan/model_spec.h"
+#include "parvl/plan/pipeline/stages.h"
 
 namespace parvl {
 
@@ -27,14 +29,15 @@ struct WeightBytes {
 // As they lie in memory: each tensor begins at a multiple of 64 values, and a tied output matrix is there once.
 WeightBytes weight_bytes(const ModelSpec& spec, DType dtype);
 
-// One of the ranks that a backbone is cut over.
-struct TensorRank {
-  int64_t ranks = 1, rank = 0;
+// One of the ranks that a backbone is cut over: a part of each matrix, of some of the layers.
+struct BackboneRank {
+  int64_t ranks = 1, rank = 0;     // that the matrices are cut over, and which of these it is
+  std::optional<StagePart> stage;  // of a pipeline; without: all layers
 };
 // As weight_bytes of the backbone; the ranks must be ones that it can be cut over.
-int64_t backbone_bytes(const ModelSpec& spec, DType dtype, const TensorRank& rank);
-// What one of so many ranks computes with: its query heads, its key heads and its columns of the MLP.
-BackboneSpec rank_backbone(BackboneSpec spec, int64_t ranks);
+int64_t backbone_bytes(const ModelSpec& spec, DType dtype, const BackboneRank& rank);
+// What a rank computes with: its layers, and in each its query heads, its key heads and its columns of the MLP.
+BackboneSpec rank_backbone(BackboneSpec spec, const BackboneRank& rank);
 
 // Keys and values of one token in all layers.
 int64_t kv_bytes_a_token(const BackboneSpec& spec, DType dtype);

@@ -2,6 +2,10 @@
 
 #include <absl/strings/match.h>
 
+#include <charconv>
+
+#include "parvl/base/check.h"
+
 namespace parvl {
 namespace {
 
@@ -170,11 +174,20 @@ absl::StatusOr<HeldPart> held_part(const ParamSpec& param, int64_t ranks, int64_
   return out;
 }
 
+bool on_stage(std::string_view name, bool tied_embedding, const StagePart& part) {
+  constexpr std::string_view kLayers = "llm_backbone.layers.";
+  if (name == kEmbedding) return part.embedding || (part.head && tied_embedding);
+  if (name.substr(0, kLayers.size()) != kLayers) return part.head;
+  name.remove_prefix(kLayers.size());
+  int64_t layer = -1;
+  PARVL_CHECK(std::from_chars(name.data(), name.data() + name.size(), layer).ec == std::errc(),
+              "a layer has no number");
+  return layer >= part.first_layer && layer < part.first_layer + part.layers;
+}
+
 bool on_stage(const ParamSpec& param, const StagePart& part) {
   if (param.module != kBackbone) return true;
-  if (param.name == kEmbedding) return part.embedding || (part.head && !param.tied.empty());
-  if (param.layer < 0) return part.head;
-  return param.layer >= part.first_layer && param.layer < part.first_layer + part.layers;
+  return on_stage(param.name, !param.tied.empty(), part);
 }
 
 }  // namespace parvl

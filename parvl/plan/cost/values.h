@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "parvl/base/status.h"
@@ -51,8 +52,10 @@ struct HeldPart {
 };
 // InvalidArgument naming parameter and numbers where it cannot be cut so, as ParamTable::split.
 absl::StatusOr<HeldPart> held_part(const ParamSpec& param, int64_t ranks, int64_t rank);
-// Whether a stage holds it. Modules beside the backbone have no stages. A tied embedding is on the first stage and on
-// the last.
+// Whether a stage holds a parameter of the backbone, by its global name ("llm_backbone.layers.0.attn.q.weight"). A tied
+// embedding is on the first stage and on the last.
+bool on_stage(std::string_view name, bool tied_embedding, const StagePart& part);
+// Likewise of any module: those beside the backbone have no stages.
 bool on_stage(const ParamSpec& param, const StagePart& part);
 
 }  // namespace parvl

@@ -236,6 +236,7 @@ void write_options(const EngineOptions& options, wire::Assign& out) {
   out.set_prefix_caching(options.prefix_caching);
   out.set_enforce_eager(options.enforce_eager);
   out.set_tensor_ranks(options.tensor_ranks);
+  out.set_pipeline_stages(options.pipeline_stages);
   for (const std::string& module : options.load.modules) out.add_modules(module);
 }
 
@@ -253,6 +254,7 @@ EngineOptions read_options(const wire::Assign& message) {
   out.prefix_caching = message.prefix_caching();
   out.enforce_eager = message.enforce_eager();
   out.tensor_ranks = std::max<int64_t>(1, message.tensor_ranks());
+  out.pipeline_stages = std::max<int64_t>(1, message.pipeline_stages());
   out.load.modules.assign(message.modules().begin(), message.modules().end());
   return out;
 }
