@@ -17,9 +17,11 @@ constexpr int kEpochBits = 32;
 // The process before has gone, and with it the memory of its device, before the next one of an instance starts.
 class LocalInstances : public InstanceStarter {
  public:
-  LocalInstances(const std::string& program, std::map<std::string, std::string> devices)
+  LocalInstances(const std::string& program, std::map<std::string, std::string> devices,
+                 std::vector<std::shared_ptr<SharedBlock>> weights)
       : program_(program),
         devices_(std::move(devices)),
+        weights_(std::move(weights)),
         children_([this](Children::Key key, const std::string& how) { ended(key, how); }) {}
 
   void set_on_exit(OnExit on_exit) override { on_exit_ = std::move(on_exit); }
@@ -66,6 +68,7 @@ class LocalInstances : public InstanceStarter {
 
   const std::string program_;
   const std::map<std::string, std::string> devices_;
+  const std::vector<std::shared_ptr<SharedBlock>> weights_;
   OnExit on_exit_;
   std::mutex mutex_;
   std::map<int64_t, Instance> instances_;
@@ -75,8 +78,9 @@ class LocalInstances : public InstanceStarter {
 }  // namespace
 
 std::unique_ptr<InstanceStarter> make_local_instances(const std::string& program,
-                                                      std::map<std::string, std::string> devices) {
-  return std::make_unique<LocalInstances>(program, std::move(devices));
+                                                      std::map<std::string, std::string> devices,
+                                                      std::vector<std::shared_ptr<SharedBlock>> weights) {
+  return std::make_unique<LocalInstances>(program, std::move(devices), std::move(weights));
 }
 
 }  // namespace parvl

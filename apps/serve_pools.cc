@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <random>
+#include <set>
 
 #include "apps/local_instances.h"
 #include "parvl/base/log.h"
 #include "parvl/base/memory.h"
+#include "parvl/base/shared_block.h"
 #include "parvl/exec/record_file.h"
 #include "parvl/serve/pools/fleet_engine.h"
 
@@ -41,14 +43,64 @@ ModuleLayout backbone_layout(const PoolPlan& pool) {
   return {};
 }
 
-// Of one instance: the processes share the CPU's memory, and a class may say how much one of its devices has.
-int64_t memory_limit(const PoolServing& pools, const PoolPlan& pool, int64_t on_cpu, int64_t limit) {
+// Of an instance.
+int64_t ranks_of(const PoolPlan& pool) { return backbone_layout(pool).product(); }
+
+bool is_on_cpu(const PoolServing& pools, const PoolPlan& pool) { return device_of(pools, pool) == "cpu"; }
+
+// Of all ranks of an instance.
+int64_t weight_bytes(const PoolPlan& pool) { return pool.weight_bytes * ranks_of(pool); }
+
+// Equal for pools whose instances hold the same parts of the model.
+std::string part_of(const PoolPlan& pool) {
+  const ModuleLayout layout = backbone_layout(pool);
+  return absl::StrCat(modules_text(pool), " over ", layout.tp, " × ", layout.pp);
+}
+
+// Instances on the CPU that hold the same parts map the same memory, a block for each rank; by part_of(). One alone
+// keeps memory of its own: that can lie on large pages, which shared memory often cannot.
+using SharedWeights = std::map<std::string, std::vector<std::shared_ptr<SharedBlock>>>;
+absl::StatusOr<SharedWeights> share_weights(const PoolServing& pools) {
+  std::map<std::string, int64_t> instances, ranks;
+  for (const PoolPlan& pool : pools.plan.pools) {
+    if (!is_on_cpu(pools, pool)) continue;
+    instances[part_of(pool)] += pool.instances;
+    ranks[part_of(pool)] = ranks_of(pool);
+  }
+  SharedWeights out;
+  for (const auto& [part, count] : instances) {
+    for (int64_t rank = 0; count > 1 && rank < ranks[part]; ++rank) {
+      PARVL_ASSIGN_OR_RETURN(auto block, SharedBlock::create("parvl-weights"));
+      out[part].push_back(std::move(block));
+    }
+  }
+  return out;
+}
+
+// What is left of the CPU's memory for each instance on it beside all weights, of which those that are shared count
+// once.
+int64_t cpu_room(const PoolServing& pools, const SharedWeights& shared) {
+  int64_t left = available_bytes(), instances = 0;
+  std::set<std::string> counted;
+  for (const PoolPlan& pool : pools.plan.pools) {
+    if (!is_on_cpu(pools, pool)) continue;
+    instances += pool.instances;
+    if (shared.count(part_of(pool)) == 0) {
+      left -= weight_bytes(pool) * pool.instances;
+    } else if (counted.insert(part_of(pool)).second) {
+      left -= weight_bytes(pool);
+    }
+  }
+  return std::max<int64_t>(0, left) / std::max<int64_t>(1, instances);
+}
+
+// Of one instance: a class may say how much one of its devices has.
+int64_t memory_limit(const PoolServing& pools, const PoolPlan& pool, int64_t room, int64_t limit) {
   double class_bytes = pools.allocation.device_classes.at(pool.device).memory_gb * 1e9;
-  if (device_of(pools, pool) == "cpu")
-    class_bytes *= static_cast<double>(backbone_layout(pool).product());  // which share it
+  if (is_on_cpu(pools, pool)) class_bytes *= static_cast<double>(ranks_of(pool));  // which share it
   const auto at_most = [&](int64_t bytes) { limit = limit == 0 ? bytes : std::min(limit, bytes); };
   if (class_bytes > 0) at_most(static_cast<int64_t>(class_bytes));
-  if (device_of(pools, pool) == "cpu") at_most(available_bytes() / std::max<int64_t>(1, on_cpu));
+  if (is_on_cpu(pools, pool)) at_most(weight_bytes(pool) + room);
   return limit;
 }
 
@@ -96,12 +148,10 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
                                                     const Context& context) {
   FleetOptions options;
   std::map<std::string, std::string> devices;
-  int64_t on_cpu = 0;
+  PARVL_ASSIGN_OR_RETURN(const SharedWeights shared, share_weights(pools));
+  const int64_t room = cpu_room(pools, shared);
   for (const PoolPlan& pool : pools.plan.pools) {
     devices[pool.name] = device_of(pools, pool);
-    if (devices[pool.name] == "cpu") on_cpu += pool.instances;
-  }
-  for (const PoolPlan& pool : pools.plan.pools) {
     const auto holds = [&pool](ModuleName module) {
       return std::any_of(pool.modules.begin(), pool.modules.end(),
                          [&](const PlacedModule& placed) { return placed.module == module; });
@@ -114,7 +164,10 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
     own.load.device = devices[pool.name];
     own.tensor_ranks = backbone_layout(pool).tp;
     own.pipeline_stages = backbone_layout(pool).pp;
-    own.load.memory_limit_bytes = memory_limit(pools, pool, on_cpu, engine.load.memory_limit_bytes);
+    own.load.memory_limit_bytes = memory_limit(pools, pool, room, engine.load.memory_limit_bytes);
+    if (const auto found = shared.find(part_of(pool)); found != shared.end()) {
+      for (const auto& block : found->second) own.load.shared_weights.push_back(block->path());
+    }
     for (const PlacedModule& placed : pool.modules) {
       own.load.modules.emplace_back(kModuleNames[static_cast<size_t>(placed.module)]);
     }
@@ -133,7 +186,9 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   PARVL_ASSIGN_OR_RETURN(options.front, load_front(model_dir, front));
   options.token = random_token();
   options.watch = [view](FleetEngine* fleet) { view->show(fleet); };
-  auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices));
+  std::vector<std::shared_ptr<SharedBlock>> weights;
+  for (const auto& [part, blocks] : shared) weights.insert(weights.end(), blocks.begin(), blocks.end());
+  auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices), std::move(weights));
   PARVL_ASSIGN_OR_RETURN(auto fleet, FleetEngine::start(std::move(options), std::move(starter), context.clock));
   return std::unique_ptr<Engine>(std::move(fleet));
 }

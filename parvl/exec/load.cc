@@ -3,9 +3,12 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
+#include "parvl/base/log.h"
+#include "parvl/base/shared_block.h"
 #include "parvl/base/text.h"
 #include "parvl/comm/nccl/nccl_communicator.h"
 #include "parvl/exec/sampler.h"
@@ -114,6 +117,7 @@ MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options) {
   const auto kept = static_cast<int64_t>((1 - share) * static_cast<double>(memory.total));
   MemoryThere out;
   out.bytes = std::max<int64_t>(0, memory.free - kept);
+  if (!cuda) out.bytes += shared_bytes(options.shared_block());  // are there already, and count among the weights
   if (options.memory_limit_bytes > 0) out.bytes = std::min(out.bytes, options.memory_limit_bytes);
   out.name = cuda ? absl::StrCat("of the memory of ", device_text(files.device)) : "of the CPU's memory";
   out.target = {cuda, at::get_num_threads()};
@@ -132,18 +136,59 @@ absl::Status cut_backbone(LoadedFiles& files, Communicator& ranks, int64_t stage
   return files.model->params().split(Module::kBackbone, files.ranks->tensor());
 }
 
+namespace {
+
+// What decides where each value of a part lies.
+std::string layout_text(const LoadedFiles& files) {
+  std::string out = to_string(files.dtype);
+  for (const Param* param : files.model->params().owned()) {
+    absl::StrAppend(&out, "\n", param->name, " part ", param->part.index, " of ", param->part.count, ":");
+    for (const int64_t size : param->part_shape()) absl::StrAppend(&out, " ", size);
+  }
+  return out;
+}
+
+// Once for all processes of this machine that hold the same part.
+absl::Status load_shared(LoadedFiles& files, const std::string& block, const std::function<absl::Status()>& load) {
+  ParamTable& params = files.model->params();
+  const auto options = at::TensorOptions().dtype(to_scalar_type(files.dtype));
+  const int64_t count = params.allocated_numel();
+  const auto fill = [&](absl::Span<std::byte> memory) {
+    return catch_exceptions("the weights cannot be loaded", [&] {
+      params.allocate_in(at::from_blob(memory.data(), {count}, options));
+      return load();
+    });
+  };
+  PARVL_ASSIGN_OR_RETURN(const auto content,
+                         SharedContent::open(block, count * dtype_bytes(files.dtype), layout_text(files), fill));
+  auto* const data = const_cast<std::byte*>(content->data());  // of which nobody writes: it is mapped to be read
+  params.allocate_in(at::from_blob(
+      data, {count}, [content](void*) {}, options));
+  log_info(content->filled_here() ? "the weights lie in memory that other instances map too"
+                                  : "the weights were there: another instance had loaded them");
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::Status load_weights(LoadedFiles& files, const std::string& dir, const LoadOptions& options) {
   Startup* startup = options.startup.get();
   if (startup != nullptr) startup->begin("weights");
-  files.model->params().keep([&files](const Param& param) {
+  ParamTable& params = files.model->params();
+  params.keep([&files](const Param& param) {
     if (param.module != Module::kBackbone) return files.held.encoder;
     const bool tied = files.model->spec().backbone.tied;
     return files.held.backbone && (!files.rank.stage || on_stage(param, tied, *files.rank.stage));
   });
-  files.model->params().allocate(to_scalar_type(files.dtype), files.device);
-  return load_weights(*files.model, dir, [startup](int64_t done, int64_t total) {
-    if (startup != nullptr) startup->progress(done, total);
-  });
+  const auto load = [&] {
+    return load_weights(*files.model, dir, [startup](int64_t done, int64_t total) {
+      if (startup != nullptr) startup->progress(done, total);
+    });
+  };
+  const std::string block = options.shared_block();
+  if (!block.empty() && files.device.is_cpu()) return load_shared(files, block, load);
+  params.allocate(to_scalar_type(files.dtype), files.device);
+  return load();
 }
 
 }  // namespace parvl

@@ -15,7 +15,8 @@ std::string to_message(const RankSetup& setup) {
               {"max_seqs", setup.options.max_seqs},
               {"max_batched_tokens", setup.options.max_batched_tokens},
               {"pipeline_stages", setup.options.pipeline_stages},
-              {"num_blocks", setup.num_blocks}}
+              {"num_blocks", setup.num_blocks},
+              {"shared_weights", load.shared_weights}}
       .dump();
 }
 
@@ -33,6 +34,9 @@ absl::StatusOr<RankSetup> read_setup(const std::string& message) {
         std::pair("max_seqs", &out.options.max_seqs), std::pair("max_batched_tokens", &out.options.max_batched_tokens),
         std::pair("pipeline_stages", &out.options.pipeline_stages), std::pair("num_blocks", &out.num_blocks)}) {
     PARVL_ASSIGN_OR_RETURN(*value, json_value<int64_t>(json, name, 0));
+  }
+  for (const Json& block : json.value("shared_weights", Json::array())) {
+    load.shared_weights.push_back(block.is_string() ? block.get<std::string>() : "");
   }
   return out;
 }

@@ -11,7 +11,9 @@ namespace parvl {
 
 namespace {
 constexpr int64_t kAlign = 64;  // values
-}
+
+int64_t padded(const Param& param) { return (param.part_numel() + kAlign - 1) / kAlign * kAlign; }
+}  // namespace
 
 const char* to_string(Module module) {
   switch (module) {
@@ -156,11 +158,17 @@ at::Tensor ParamTable::whole(const Param& param, const at::Tensor& part) const {
   return out;
 }
 
-void ParamTable::allocate(at::ScalarType dtype, at::Device device) {
-  const auto padded = [](const Param& param) { return (param.part_numel() + kAlign - 1) / kAlign * kAlign; };
+int64_t ParamTable::allocated_numel() const {
   int64_t total = 0;
-  for (Param* param : owned()) total += padded(*param);
-  const at::Tensor all = at::empty({total}, at::TensorOptions().dtype(dtype).device(device));
+  for (const Param* param : owned()) total += padded(*param);
+  return total;
+}
+
+void ParamTable::allocate(at::ScalarType dtype, at::Device device) {
+  allocate_in(at::empty({allocated_numel()}, at::TensorOptions().dtype(dtype).device(device)));
+}
+
+void ParamTable::allocate_in(const at::Tensor& all) {
   int64_t offset = 0;
   for (const bool matrices : {true, false}) {
     for (Param* param : owned()) {

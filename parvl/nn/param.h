@@ -97,6 +97,10 @@ class ParamTable {
   // gives large pages only to large blocks, and weights are read faster from them. Matrices come before vectors, so
   // that those which multiply the same input lie side by side and can go through one product.
   void allocate(at::ScalarType dtype, at::Device device);
+  // The same in memory of the caller's, a tensor [allocated_numel()] that begins at an address of the allocator's
+  // alignment: also a second time, in another memory with the same values.
+  void allocate_in(const at::Tensor& all);
+  int64_t allocated_numel() const;
   // Random weights: a function of (seed, name) alone, whatever the device or the order.
   void initialise(uint64_t seed, double std);
   // Points tied parameters at their source's tensors. Call after any change of tensors.

@@ -107,6 +107,25 @@ class SeparatePools(unittest.TestCase):
         os.kill(self.server.instances()[number][1], sign)
         return number, answer.read_all()
 
+    def test_instances_of_a_pool_map_the_same_weights_and_so_does_one_that_is_started_again(self):
+        def weights():
+            maps = {}
+            for _, (pool, pid) in self.server.instances().items():
+                lines = [line.split() for line in pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:parvl-weights" in line]
+                self.assertTrue(lines, pool)
+                self.assertEqual({line[1] for line in lines}, {"r--s"})
+                maps.setdefault(pool, set()).update(line[4] for line in lines)
+            self.assertEqual([len(blocks) for blocks in maps.values()], [1, 1])
+            return maps
+        before = weights()
+        self.assertNotEqual(*before.values())
+        _, (_, pid) = next(one for one in self.server.instances().items() if one[1][0] == "llm-pool")
+        os.kill(pid, signal.SIGKILL)
+        self.server.wait_for(lambda: pid not in [process for _, process in self.server.instances().values()])
+        self.server.wait_all_ready()
+        self.assertEqual(weights(), before)
+        self.assertEqual("".join(self.server.errors).count("in memory that other instances map too"), 2)
+
     def test_an_answer_goes_on_elsewhere_when_its_process_is_killed(self):
         for kind, want in self.want.items():
             for tokens in (1, 7, 16, 33):

@@ -238,6 +238,7 @@ void write_options(const EngineOptions& options, wire::Assign& out) {
   out.set_tensor_ranks(options.tensor_ranks);
   out.set_pipeline_stages(options.pipeline_stages);
   for (const std::string& module : options.load.modules) out.add_modules(module);
+  for (const std::string& block : options.load.shared_weights) out.add_shared_weights(block);
 }
 
 EngineOptions read_options(const wire::Assign& message) {
@@ -256,6 +257,7 @@ EngineOptions read_options(const wire::Assign& message) {
   out.tensor_ranks = std::max<int64_t>(1, message.tensor_ranks());
   out.pipeline_stages = std::max<int64_t>(1, message.pipeline_stages());
   out.load.modules.assign(message.modules().begin(), message.modules().end());
+  out.load.shared_weights.assign(message.shared_weights().begin(), message.shared_weights().end());
   return out;
 }
 
