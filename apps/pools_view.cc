@@ -15,6 +15,7 @@ PoolsView::PoolsView(const PlacementPlan& plan) {
     for (const PlacedModule& placed : pool.modules) {
       info.modules.emplace_back(kModuleNames[static_cast<size_t>(placed.module)]);
     }
+    if (pool.role == PoolRole::kEncode) encoder_ = info.modules;
     pools_.push_back(std::move(info));
     devices_.push_back(pool.devices_an_instance);
   }
@@ -37,6 +38,7 @@ std::vector<InstanceInfo> PoolsView::instances() const {
     info.pool = instance.pool;
     info.devices = devices_[instance.pool];
     info.device = instance.device;
+    if (instance.added == AddedEncoder::kEncodes) info.added = encoder_;
     info.state = instance.state;
     info.running = instance.running;
     info.waiting = instance.stats.waiting;
@@ -47,6 +49,11 @@ std::vector<InstanceInfo> PoolsView::instances() const {
     out.push_back(std::move(info));
   }
   return out;
+}
+
+FleetView::Parked PoolsView::parked() const {
+  std::lock_guard lock(mutex_);
+  return fleet_ == nullptr ? Parked{} : Parked{fleet_->parked(true), fleet_->parked(false)};
 }
 
 absl::Status PoolsView::drain(int64_t instance) {

@@ -19,11 +19,13 @@ class PoolsView : public FleetView {
 
   const std::vector<PoolInfo>& pools() const override { return pools_; }
   std::vector<InstanceInfo> instances() const override;
+  Parked parked() const override;
   absl::Status drain(int64_t instance) override;
 
  private:
   std::vector<PoolInfo> pools_;
-  std::vector<int64_t> devices_;  // of an instance of each pool
+  std::vector<std::string> encoder_;  // modules of the pool that encodes and does nothing else
+  std::vector<int64_t> devices_;      // of an instance of each pool
   mutable std::mutex mutex_;
   FleetEngine* fleet_ = nullptr;
 };

@@ -25,10 +25,10 @@ absl::Status run(WorkerOptions& options, const Context& context) {
     std::_Exit(1);
   };
   const std::string name = absl::StrCat("instance ", options.instance, ": ");
-  const auto startup =
-      std::make_shared<Startup>(context.clock, [name](const std::string& line) { log_info(name, line); });
   // With the phases told as they pass.
   const auto told = [&](const EngineOptions& given, auto load, const std::string& dir) {
+    const auto startup =
+        std::make_shared<Startup>(context.clock, [name](const std::string& line) { log_info(name, line); });
     EngineOptions engine = given;
     engine.load.startup = startup;
     // The gateway moves what an instance had once its process has ended.

@@ -37,7 +37,8 @@ Fleet::Actions Fleet::start(double at_s) {
 Fleet::Actions Fleet::instance(InstanceId id, const InstanceEvent& event) {
   Actions out;
   carry_out(at(id), at(id).life.handle(event), event.at_s, out);
-  tell_idle(event.at_s, out);
+  take_added(at(id), event, out);
+  settle(event.at_s, out);
   return out;
 }
 
@@ -50,14 +51,18 @@ Fleet::Actions Fleet::loaded(InstanceId id, const InstanceEvent& event, const In
   return this->instance(id, event);
 }
 
-Fleet::Actions Fleet::step_began(InstanceId id, int64_t epoch, int64_t size, double at_s) {
-  const double limit_s = at(id).steps->limit_s(size);
-  return instance(id, {.kind = InstanceEvent::Kind::kStepBegan, .at_s = at_s, .epoch = epoch, .step_s = limit_s});
+Fleet::Actions Fleet::step_began(InstanceId id, int64_t epoch, const FleetStep& step, double at_s) {
+  InstanceEvent event = {.kind = InstanceEvent::Kind::kStepBegan, .at_s = at_s, .epoch = epoch};
+  event.step_s = at(id).steps[static_cast<size_t>(step.lane)].limit_s(step.size);
+  event.lane = step.lane;
+  return instance(id, event);
 }
 
-Fleet::Actions Fleet::step_ended(InstanceId id, int64_t epoch, int64_t size, double seconds, double at_s) {
-  if (epoch == at(id).life.epoch()) at(id).steps->took(size, seconds);
-  return instance(id, {.kind = InstanceEvent::Kind::kStepEnded, .at_s = at_s, .epoch = epoch});
+Fleet::Actions Fleet::step_ended(InstanceId id, int64_t epoch, const FleetStep& step, double at_s) {
+  if (epoch == at(id).life.epoch()) at(id).steps[static_cast<size_t>(step.lane)].took(step.size, step.seconds);
+  InstanceEvent event = {.kind = InstanceEvent::Kind::kStepEnded, .at_s = at_s, .epoch = epoch};
+  event.lane = step.lane;
+  return instance(id, event);
 }
 
 void Fleet::report_free(InstanceId id, int64_t epoch, int64_t free_kv_tokens) {
@@ -68,12 +73,7 @@ void Fleet::carry_out(Instance& instance, const std::vector<InstanceAction>& act
   for (const InstanceAction& action : actions) {
     if (action.kind == Order::kOpen) instance.open = true;
     if (action.kind == Order::kClose) instance.open = false;
-    if (action.kind == Order::kFence) {
-      instance.prefixes.clear();
-      instance.images.clear();
-      instance.steps.emplace(settings_.first_step_s, settings_.step);  // the next process begins cold
-      instance.room = {};
-    }
+    if (action.kind == Order::kFence) instance.begin_cold(settings_);
     out.push_back(InstanceOrder{instance.id, action});
     if (action.kind == Order::kMove) move_all(instance, at_s, out);
     if (action.kind == Order::kOpen) place_parked(at_s, out);
@@ -136,7 +136,7 @@ Fleet::Actions Fleet::request(RequestId id, const RequestEvent& event, double at
     ++there->held;
   }
   carry_out(id, std::move(actions), at_s, out);
-  tell_idle(at_s, out);
+  settle(at_s, out);
   return out;
 }
 
@@ -218,7 +218,7 @@ RequestEvent Fleet::placed(const RequestAction& action, InstanceId chosen) {
 std::optional<RequestEvent> Fleet::place(RequestId id, Request& request, const RequestAction& action, double at_s) {
   const bool encodes = action.kind == Do::kPlaceEncoding;
   std::erase_if(parked_, [&](const Parked& parked) {
-    return parked.request == id && (parked.action.kind == Do::kPlaceGeneration || parked.action.item == action.item);
+    return parked.request == id && (!parked.encodes() || parked.action.item == action.item);
   });
   if (encodes) {
     request.leave_encoding(action.item);
@@ -229,20 +229,27 @@ std::optional<RequestEvent> Fleet::place(RequestId id, Request& request, const R
   if (const auto chosen = choose(request, action); chosen.has_value()) return placed(action, *chosen);
   const bool coming = std::any_of(instances_.begin(), instances_.end(), [&](const auto& instance) {
     const State state = instance->life.state();
-    return pool_of(*instance).*asked(action) && state != State::kGone && state != State::kDraining;
+    return (pool_of(*instance).*asked(action) || (encodes && may_add(*instance))) && state != State::kGone &&
+           state != State::kDraining;
   });
   if (!coming) return RequestEvent{.kind = Tell::kNowhere, .status = missing(asked(action))};
-  parked_.push_back({id, action, at_s + settings_.park_s});
+  // Whoever was under way may wait; a new one only while there is room for it.
+  if (encodes && action.attempt == 1 && is_crowded(id)) {
+    return RequestEvent{.kind = Tell::kNowhere, .status = crowded()};
+  }
+  parked_.push_back({id, action, at_s});
   return std::nullopt;
 }
 
 std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAction& action) const {
   const bool encodes = action.kind == Do::kPlaceEncoding;
   const Instance* const failed = encodes ? request.failed_encoding[action.item] : request.failed_generating;
-  std::vector<InstanceLoad> loads;
-  std::optional<InstanceLoad> last;
+  // Who has just failed comes last, and who has added the encoder after those whose work it is.
+  enum { kFirst, kAdded, kFailed };
+  std::array<std::vector<InstanceLoad>, kFailed + 1> loads;
   for (const auto& instance : instances_) {
-    if (!instance->open || !(pool_of(*instance).*asked(action))) continue;
+    const bool own = instance->open && pool_of(*instance).*asked(action);
+    if (!own && !(encodes && this->encodes(*instance))) continue;
     InstanceLoad load;
     load.id = instance->id;
     load.open = true;
@@ -256,15 +263,14 @@ std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAct
     } else {
       load.cached_tokens = static_cast<int64_t>(instance->prefixes.match(request.what.chain)) * settings_.block_tokens;
     }
-    if (instance.get() == failed) {
-      last = load;
-    } else {
-      loads.push_back(load);
-    }
+    loads[instance.get() == failed ? kFailed : own ? kFirst : kAdded].push_back(load);
   }
-  if (loads.empty() && last.has_value()) loads.push_back(*last);
-  return encodes ? route_encoding(loads, request.what.patches[action.item], settings_.costs)
-                 : route_generation(loads, request.what.needs, settings_.costs);
+  std::optional<InstanceId> chosen;
+  for (size_t i = 0; i < loads.size() && !chosen.has_value(); ++i) {
+    chosen = encodes ? route_encoding(loads[i], request.what.patches[action.item], settings_.costs)
+                     : route_generation(loads[i], request.what.needs, settings_.costs);
+  }
+  return chosen;
 }
 
 void Fleet::place_parked(double at_s, Actions& out) {
@@ -279,13 +285,16 @@ void Fleet::place_parked(double at_s, Actions& out) {
   }
 }
 
-// One that is to go, and on which nothing is left.
-void Fleet::tell_idle(double at_s, Actions& out) {
+// What follows from how things stand now, whatever has happened: one that is to go, and on which nothing is left, goes;
+// the encoder is added where it is missing, and given back where it is not needed any more.
+void Fleet::settle(double at_s, Actions& out) {
   for (const auto& instance : instances_) {
     if (instance->life.state() != State::kDraining || instance->busy()) continue;
     const InstanceEvent idle = {.kind = InstanceEvent::Kind::kIdle, .at_s = at_s, .epoch = instance->life.epoch()};
     carry_out(*instance, instance->life.handle(idle), at_s, out);
   }
+  give_back(at_s, out);
+  add_encoder(at_s, out);
 }
 
 Fleet::Actions Fleet::tick(double at_s) {
@@ -296,7 +305,7 @@ Fleet::Actions Fleet::tick(double at_s) {
   }
   std::vector<Parked> late;
   std::erase_if(parked_, [&](const Parked& parked) {
-    if (at_s < parked.until_s) return false;
+    if (at_s < parked.since_s + settings_.park_s) return false;
     late.push_back(parked);
     return true;
   });
@@ -304,14 +313,17 @@ Fleet::Actions Fleet::tick(double at_s) {
     const RequestEvent nowhere = {.kind = Tell::kNowhere, .status = missing(asked(parked.action))};
     for (const FleetAction& action : request(parked.request, nowhere, at_s)) out.push_back(action);
   }
-  tell_idle(at_s, out);
+  settle(at_s, out);
   return out;
 }
 
 double Fleet::next_tick_s() const {
-  double next = std::numeric_limits<double>::infinity();
-  for (const auto& instance : instances_) next = std::min(next, instance->life.next_tick_s());
-  for (const Parked& parked : parked_) next = std::min(next, parked.until_s);
+  double next = next_add_s();
+  for (const auto& instance : instances_) {
+    next = std::min({next, instance->life.next_tick_s(), instance->unused_since_s + settings_.add_idle_s});
+    if (instance->added == AddedEncoder::kAdding) next = std::min(next, instance->added_until_s);
+  }
+  for (const Parked& parked : parked_) next = std::min(next, parked.since_s + settings_.park_s);
   return next;
 }
 
@@ -323,6 +335,7 @@ InstanceView Fleet::instance(InstanceId id) const {
   view.epoch = instance.life.epoch();
   view.state = instance.life.state();
   view.open = instance.open;
+  view.added = instance.added;
   view.running = instance.generations + instance.encodings;
   view.failures = instance.life.failures();
   view.stale = instance.life.stale_events();

@@ -1,7 +1,9 @@
-// What a fleet remembers of an instance and of a request. Only fleet.cc includes it.
+// What a fleet remembers of an instance and of a request. Only its own sources include it.
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -12,24 +14,38 @@ namespace parvl {
 
 struct Fleet::Instance {
   Instance(InstanceId name, size_t in_pool, const FleetSettings& settings)
-      : id(name),
-        pool(in_pool),
-        life(settings.instance),
-        steps(std::in_place, settings.first_step_s, settings.step),
-        prefixes(settings.index_limit),
-        images(settings.index_limit) {}
+      : id(name), pool(in_pool), life(settings.instance), prefixes(settings.index_limit), images(settings.index_limit) {
+    begin_cold(settings);
+  }
+
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
 
   const InstanceId id;
   const size_t pool;
   InstanceLifecycle life;
-  std::optional<StepDeadline> steps;
+  std::vector<StepDeadline> steps;  // by lane
   PrefixIndex prefixes, images;
   bool open = false;
   InstanceRoom room;
   int64_t free_kv_tokens = 0;  // as it said last
   int64_t generations = 0, encodings = 0, held = 0;
   int64_t pending_tokens = 0, pending_patches = 0;  // sent there, and not computed yet
+  AddedEncoder added = AddedEncoder::kNone;
+  double added_until_s = kNever;   // kAdding: by when it must be done
+  double unused_since_s = kNever;  // kEncodes: while it is not needed
+  double not_before_s = -kNever;   // kNone: it is not asked for again
   bool busy() const { return generations + encodings + held > 0; }
+
+  // What is known of a process is not true of the next one.
+  void begin_cold(const FleetSettings& settings) {
+    prefixes.clear();
+    images.clear();
+    steps.clear();
+    for (size_t lane = 0; lane < kStepLanes; ++lane) steps.emplace_back(settings.first_step_s, settings.step);
+    room = {};
+    added = AddedEncoder::kNone;
+    not_before_s = -kNever;
+  }
 };
 
 // Where the parts of a request are, as its actions said.

@@ -30,6 +30,7 @@ Json settings_json(const FleetSettings& s) {
             i.backoff_forget_s}},
           {"step", {s.step.least_s, s.step.times_p99, s.step.window, s.first_step_s}},
           {"park_s", s.park_s},
+          {"add", {s.add_after_s, s.add_again_s, s.add_idle_s, s.waiting_share}},
           {"costs", {s.costs.token_s, s.costs.patch_s, s.costs.running_s}},
           {"block_tokens", s.block_tokens},
           {"index_limit", s.index_limit}};
@@ -52,27 +53,45 @@ FleetSettings settings_from(const Json& j) {
   s.step = {step.at(0), step.at(1), step.at(2).get<size_t>()};
   s.first_step_s = step.at(3);
   s.park_s = j.at("park_s");
+  const auto add = j.at("add").get<std::array<double, 4>>();
+  s.add_after_s = add[0], s.add_again_s = add[1], s.add_idle_s = add[2], s.waiting_share = add[3];
   const auto costs = j.at("costs").get<std::array<double, 3>>();
   s.costs = {costs[0], costs[1], costs[2]};
   s.block_tokens = j.at("block_tokens");
   s.index_limit = j.at("index_limit").get<size_t>();
-  if (s.step.window < 1 || s.step.window > (1 << 20) || s.index_limit < 1 || s.block_tokens < 1) {
+  if (s.step.window < 1 || s.step.window > (1 << 20) || s.index_limit < 1 || s.block_tokens < 1 ||
+      !(s.waiting_share >= 0 && s.waiting_share <= 1)) {
     throw std::runtime_error("a limit of the settings makes no sense");
   }
   return s;
 }
 
 Json event_json(const InstanceEvent& e) {
-  Json out = {static_cast<int>(e.kind), e.at_s, e.epoch, e.step_s};
+  Json out = {static_cast<int>(e.kind), e.at_s, e.epoch, e.step_s, static_cast<int>(e.lane)};
   if (!e.reason.empty()) out.push_back(e.reason);
   return out;
+}
+
+StepLane lane_from(const Json& j) {
+  const int lane = j;
+  if (lane < 0 || lane >= static_cast<int>(kStepLanes)) throw std::runtime_error("a lane of steps is not known");
+  return static_cast<StepLane>(lane);
 }
 
 InstanceEvent instance_event_from(const Json& j) {
   const int kind = j.at(0);
   if (kind < 0 || kind > static_cast<int>(Said::kTick)) throw std::runtime_error("an instance's event is not known");
-  return {static_cast<Said>(kind), j.at(1), j.at(2), j.at(3), j.size() > 4 ? j.at(4).get<std::string>() : ""};
+  return {static_cast<Said>(kind),
+          j.at(1),
+          j.at(2),
+          j.at(3),
+          lane_from(j.at(4)),
+          j.size() > 5 ? j.at(5).get<std::string>() : ""};
 }
+
+Json step_json(const FleetStep& step) { return {static_cast<int>(step.lane), step.size, step.seconds}; }
+
+FleetStep step_from(const Json& j) { return {lane_from(j.at(0)), j.at(1), j.at(2)}; }
 
 Json event_json(const RequestEvent& e) {
   Json out = {static_cast<int>(e.kind), e.instance.value, e.item, e.choice, e.attempt, e.index};
@@ -136,7 +155,7 @@ Json decision_json(const Fleet::Actions& actions) {
     const auto& order = std::get<RequestOrder>(action);
     const RequestAction& a = order.action;
     list.push_back({"request", order.request.value, static_cast<int>(a.kind), a.instance.value, a.item, a.choice,
-                    a.attempt, static_cast<int>(a.status.code()), std::string(a.status.message())});
+                    a.attempt, a.lost, static_cast<int>(a.status.code()), std::string(a.status.message())});
   }
   return {{"decision", std::move(list)}};
 }
@@ -177,9 +196,9 @@ class Replay {
     } else if (event == "loaded") {
       fleet_.loaded(id, instance_event_from(j.at("what")), {j.at("room").at(0), j.at("room").at(1)});
     } else if (event == "step_began") {
-      fleet_.step_began(id, j.at("epoch"), j.at("size"), j.at("at"));
+      fleet_.step_began(id, j.at("epoch"), step_from(j.at("step")), j.at("at"));
     } else if (event == "step_ended") {
-      fleet_.step_ended(id, j.at("epoch"), j.at("size"), j.at("seconds"), j.at("at"));
+      fleet_.step_ended(id, j.at("epoch"), step_from(j.at("step")), j.at("at"));
     } else if (event == "free") {
       fleet_.report_free(id, j.at("epoch"), j.at("tokens"));
     } else {
@@ -224,23 +243,20 @@ Fleet::Actions RecordedFleet::loaded(InstanceId id, const InstanceEvent& event, 
   return told(fleet_.loaded(id, event, room));
 }
 
-Fleet::Actions RecordedFleet::step_began(InstanceId id, int64_t epoch, int64_t size, double at_s) {
+Fleet::Actions RecordedFleet::step_began(InstanceId id, int64_t epoch, const FleetStep& step, double at_s) {
   if (write_) {
-    write_(line_of({{"event", "step_began"}, {"id", id.value}, {"epoch", epoch}, {"size", size}, {"at", at_s}}));
+    write_(line_of(
+        {{"event", "step_began"}, {"id", id.value}, {"epoch", epoch}, {"step", step_json(step)}, {"at", at_s}}));
   }
-  return told(fleet_.step_began(id, epoch, size, at_s));
+  return told(fleet_.step_began(id, epoch, step, at_s));
 }
 
-Fleet::Actions RecordedFleet::step_ended(InstanceId id, int64_t epoch, int64_t size, double seconds, double at_s) {
+Fleet::Actions RecordedFleet::step_ended(InstanceId id, int64_t epoch, const FleetStep& step, double at_s) {
   if (write_) {
-    write_(line_of({{"event", "step_ended"},
-                    {"id", id.value},
-                    {"epoch", epoch},
-                    {"size", size},
-                    {"seconds", seconds},
-                    {"at", at_s}}));
+    write_(line_of(
+        {{"event", "step_ended"}, {"id", id.value}, {"epoch", epoch}, {"step", step_json(step)}, {"at", at_s}}));
   }
-  return told(fleet_.step_ended(id, epoch, size, seconds, at_s));
+  return told(fleet_.step_ended(id, epoch, step, at_s));
 }
 
 void RecordedFleet::report_free(InstanceId id, int64_t epoch, int64_t free_kv_tokens) {

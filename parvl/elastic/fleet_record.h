@@ -11,7 +11,7 @@
 
 namespace parvl {
 
-inline constexpr int kFleetRecordFormat = 1;
+inline constexpr int kFleetRecordFormat = 2;
 
 class RecordedFleet {
  public:
@@ -24,8 +24,8 @@ class RecordedFleet {
   Actions start(double at_s);
   Actions instance(InstanceId id, const InstanceEvent& event);
   Actions loaded(InstanceId id, const InstanceEvent& event, const InstanceRoom& room);
-  Actions step_began(InstanceId id, int64_t epoch, int64_t size, double at_s);
-  Actions step_ended(InstanceId id, int64_t epoch, int64_t size, double seconds, double at_s);
+  Actions step_began(InstanceId id, int64_t epoch, const FleetStep& step, double at_s);
+  Actions step_ended(InstanceId id, int64_t epoch, const FleetStep& step, double at_s);
   void report_free(InstanceId id, int64_t epoch, int64_t free_kv_tokens);
   Actions arrive(RequestId id, const FleetRequest& request, double at_s);
   Actions request(RequestId id, const RequestEvent& event, double at_s);

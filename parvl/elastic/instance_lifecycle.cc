@@ -20,7 +20,7 @@ void InstanceLifecycle::enter(State state, double at_s, double limit_s) {
 std::vector<InstanceAction> InstanceLifecycle::launch(double at_s) {
   ++epoch_;
   heard_s_ = at_s;
-  step_deadline_s_ = kNever;
+  step_deadline_s_.fill(kNever);
   released_ = false;
   enter(State::kStarting, at_s, limits_.start_s);
   return {action(Do::kStart)};
@@ -43,7 +43,7 @@ std::vector<InstanceAction> InstanceLifecycle::fail(double at_s, const std::stri
   out.push_back(action(Do::kKill));
   reason_ = reason;
   ++failures_;
-  step_deadline_s_ = kNever;
+  step_deadline_s_.fill(kNever);
   if (unwanted_) {
     enter(State::kGone, at_s, kNever);
   } else {
@@ -56,7 +56,7 @@ std::vector<InstanceAction> InstanceLifecycle::fail(double at_s, const std::stri
 
 std::vector<InstanceAction> InstanceLifecycle::release(double at_s) {
   released_ = true;
-  step_deadline_s_ = kNever;
+  step_deadline_s_.fill(kNever);
   enter(State::kDraining, at_s, limits_.release_s);
   return {action(Do::kRelease)};
 }
@@ -77,7 +77,8 @@ std::vector<InstanceAction> InstanceLifecycle::drain(double at_s) {
 std::vector<InstanceAction> InstanceLifecycle::tick(double at_s) {
   if (at_s < next_tick_s()) return {};
   if (state_ == State::kFailed) return launch(at_s);
-  if (at_s >= step_deadline_s_) return fail(at_s, "a step took too long");
+  if (at_s >= *std::min_element(step_deadline_s_.begin(), step_deadline_s_.end()))
+    return fail(at_s, "a step took too long");
   // A process that has not spoken yet is held to its start alone; one that ends owes no more words.
   if (state_ != State::kStarting && !released_ && at_s >= heard_s_ + limits_.heartbeat_s) {
     return fail(at_s, "nothing was heard of it");
@@ -110,10 +111,10 @@ std::vector<InstanceAction> InstanceLifecycle::advance(const InstanceEvent& even
       enter(State::kReady, at_s, kNever);
       return {action(Do::kOpen)};
     case Kind::kStepBegan:
-      if (!released_) step_deadline_s_ = at_s + event.step_s;
+      if (!released_) step_deadline_s(event.lane) = at_s + event.step_s;
       return {};
     case Kind::kStepEnded:
-      step_deadline_s_ = kNever;
+      step_deadline_s(event.lane) = kNever;
       return {};
     case Kind::kIdle:
       return state_ == State::kDraining && !released_ ? release(at_s) : Actions{};
@@ -124,6 +125,8 @@ std::vector<InstanceAction> InstanceLifecycle::advance(const InstanceEvent& even
       enter(State::kGone, at_s, kNever);
       return {action(Do::kFence)};
     case Kind::kAlive:
+    case Kind::kAdded:
+    case Kind::kAddRefused:
     case Kind::kDrain:
     case Kind::kTick:
       break;
@@ -143,7 +146,8 @@ std::vector<InstanceAction> InstanceLifecycle::handle(const InstanceEvent& event
 
 double InstanceLifecycle::next_tick_s() const {
   const bool must_speak = lives() && state_ != State::kStarting && !released_;
-  return std::min({deadline_s_, step_deadline_s_, must_speak ? heard_s_ + limits_.heartbeat_s : kNever});
+  const double step_s = *std::min_element(step_deadline_s_.begin(), step_deadline_s_.end());
+  return std::min({deadline_s_, step_s, must_speak ? heard_s_ + limits_.heartbeat_s : kNever});
 }
 
 }  // namespace parvl

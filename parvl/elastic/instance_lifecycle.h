@@ -27,6 +27,10 @@ struct InstanceLimits {
   double backoff_forget_s = 60;                       // ready for so long, and the next failure counts as a first one
 };
 
+// What computes beside what in one instance: each has steps of its own.
+enum class StepLane { kBackbone, kEncoder };
+inline constexpr size_t kStepLanes = 2;
+
 struct InstanceEvent {
   enum class Kind {
     kHello,      // its process speaks
@@ -34,17 +38,20 @@ struct InstanceEvent {
     kWarmed,     // a real encoding and a real decoding are done
     kAlive,      // any other message
     kStepBegan,  // it computes, and must say so within `step_s`
-    kStepEnded,
-    kIdle,     // of a draining one: no request is left
-    kRefused,  // it cannot do what it was asked, and says why in `reason`
-    kExited,   // its process has ended
-    kDrain,    // somebody wants it gone
-    kTick,     // time passes
+    kStepEnded,  // of the same lane
+    kIdle,       // of a draining one: no request is left
+    kRefused,    // it cannot do what it was asked, and says why in `reason`
+    kAdded,      // what it was to take on beside what it has is loaded and warm; a sign of life, and the fleet's to use
+    kAddRefused,  // it cannot, for `reason`, and goes on as before; likewise
+    kExited,      // its process has ended
+    kDrain,       // somebody wants it gone
+    kTick,        // time passes
   };
   Kind kind = Kind::kTick;
   double at_s = 0;    // never earlier than the event before
   int64_t epoch = 0;  // of who speaks; kDrain and kTick have none
   double step_s = 0;
+  StepLane lane = StepLane::kBackbone;
   std::string reason = {};
 };
 
@@ -59,6 +66,8 @@ struct InstanceAction {
     kFence,    // nothing of this epoch counts any more: its memory, its messages
     kRelease,  // let it give its modules back and end
     kKill,
+    kAdd,       // send it the vision encoder, to hold beside its modules (the fleet's order, as the next one)
+    kGiveBack,  // let it give that back
   };
   Kind kind = Kind::kStart;
   int64_t epoch = 0;
@@ -92,6 +101,7 @@ class InstanceLifecycle {
   Actions release(double at_s);
   Actions tick(double at_s);
   Actions advance(const InstanceEvent& event);
+  double& step_deadline_s(StepLane lane) { return step_deadline_s_[static_cast<size_t>(lane)]; }
   bool lives() const { return state_ != InstanceState::kFailed && state_ != InstanceState::kGone; }
   InstanceAction action(InstanceAction::Kind kind) const { return {kind, epoch_}; }
 
@@ -103,7 +113,7 @@ class InstanceLifecycle {
   double since_s_ = 0;          // in this state
   double deadline_s_ = kNever;  // of this state
   double heard_s_ = 0;
-  double step_deadline_s_ = kNever;
+  std::array<double, kStepLanes> step_deadline_s_{kNever, kNever};
   bool released_ = false;  // draining, and nothing runs there any more
   bool unwanted_ = false;  // not to be started again
   std::string reason_;

@@ -48,16 +48,17 @@ std::vector<RequestAction> RequestLifecycle::end(absl::Status status) {
 // For the first time, or again because of `why`.
 std::vector<RequestAction> RequestLifecycle::encode(size_t item, const absl::Status& why) {
   Item& it = items_[item];
-  if (it.attempt == shape_.max_encodings) return end(why);
+  if (it.attempt - it.uncounted == shape_.max_encodings) return end(why);
   it.where = Where::kAsked;
   ++it.attempt;
   return {{.kind = Do::kPlaceEncoding, .item = item, .attempt = it.attempt}};
 }
 
 std::vector<RequestAction> RequestLifecycle::generate(const absl::Status& why) {
-  if (generation_.attempt == shape_.max_generations) return end(why);
+  if (generation_.attempt - generation_.uncounted == shape_.max_generations) return end(why);
   generation_.where = Where::kAsked;
   ++generation_.attempt;
+  has_begun_ = is_refetch_ = false;
   return {{.kind = Do::kPlaceGeneration, .attempt = generation_.attempt}};
 }
 
@@ -101,6 +102,7 @@ std::vector<RequestAction> RequestLifecycle::take_token(const RequestEvent& even
   Choice& choice = choices_[event.choice];
   if (event.index != choice.delivered) return {};
   ++choice.delivered;
+  has_begun_ = true;
   Actions out = {{.kind = Do::kDeliver, .choice = event.choice, .attempt = event.attempt}};
   let_go_all(out);
   return out;
@@ -134,6 +136,21 @@ std::vector<RequestAction> RequestLifecycle::lose(InstanceId instance) {
   return lost ? go_on() : Actions{};
 }
 
+// Of an attempt that has moved on, it is late, and the next one will see for itself.
+std::vector<RequestAction> RequestLifecycle::take_output_lost(const RequestEvent& event) {
+  if (event.item >= items_.size() || !is_current(generation_, event, Where::kRunning)) return {};
+  if (has_begun_ && !std::exchange(is_refetch_, true)) {
+    ++generation_.uncounted;
+    for (Item& item : items_) ++item.uncounted;  // all of them are encoded again
+  }
+  Item& item = items_[event.item];
+  if (item.where != Where::kThere) return {};
+  item.where = Where::kNowhere;
+  RequestAction out = {.kind = Do::kLetGo, .instance = item.instance, .item = event.item, .attempt = item.attempt};
+  out.lost = true;
+  return {out};
+}
+
 std::vector<RequestAction> RequestLifecycle::handle(const RequestEvent& event) {
   if (ended_) return {};
   const bool has_item = event.item < items_.size();
@@ -152,12 +169,8 @@ std::vector<RequestAction> RequestLifecycle::handle(const RequestEvent& event) {
       if (!has_item || !is_current(items_[event.item], event, Where::kRunning)) return {};
       items_[event.item].where = Where::kNowhere;
       return absl::IsUnavailable(event.status) ? encode(event.item, event.status) : end(event.status);
-    case Kind::kOutputLost: {
-      if (!has_item || items_[event.item].where != Where::kThere) return {};
-      Item& item = items_[event.item];
-      item.where = Where::kNowhere;
-      return {{.kind = Do::kLetGo, .instance = item.instance, .item = event.item, .attempt = item.attempt}};
-    }
+    case Kind::kOutputLost:
+      return take_output_lost(event);
     case Kind::kGenerationPlaced:
       if (!is_current(generation_, event, Where::kAsked)) return {};
       generation_.where = Where::kRunning;
@@ -171,7 +184,7 @@ std::vector<RequestAction> RequestLifecycle::handle(const RequestEvent& event) {
       if (!is_current(generation_, event, Where::kRunning)) return {};
       generation_.where = Where::kNowhere;
       if (!absl::IsUnavailable(event.status)) return end(event.status);
-      return generation_.attempt == shape_.max_generations ? end(event.status) : go_on();
+      return generation_.attempt - generation_.uncounted == shape_.max_generations ? end(event.status) : go_on();
     }
     case Kind::kInstanceLost:
       return lose(event.instance);

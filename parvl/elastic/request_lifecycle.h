@@ -21,6 +21,8 @@ struct RequestShape {
   size_t choices = 1;       // at least one
   int max_encodings = 8;    // of one item, those after a loss of the generating instance included
   int max_generations = 5;  // tries, the first one included
+  // Not counted in either: what is done again because an answer that had begun had to give its memory to others, and
+  // could not fetch its images a second time. Each such time has brought a token.
 };
 
 struct RequestEvent {
@@ -28,7 +30,7 @@ struct RequestEvent {
     kEncodingPlaced,    // the router chose `instance` for `item`
     kEncoded,           // the item's encoder output lies on `instance`
     kEncodingFailed,    // `status`; Unavailable: somebody else might do it
-    kOutputLost,        // the output of `item` is not where it was said to lie; before the failure of whoever needs it
+    kOutputLost,        // the generation `attempt` could not have the output of `item`; before the failure of that
     kGenerationPlaced,  // the router chose `instance` for this `attempt`
     kToken,             // the `index`-th of `choice`, from 0
     kFinished,          // `choice`, after its last token
@@ -62,6 +64,7 @@ struct RequestAction {
   InstanceId instance = {};
   size_t item = 0, choice = 0;
   int attempt = 0;
+  bool lost = false;  // kLetGo: it is broken, or cannot be had: of no use to others either
   absl::Status status = absl::OkStatus();
 };
 
@@ -85,6 +88,7 @@ class RequestLifecycle {
   struct Item {
     Where where = Where::kNowhere;
     int attempt = 0;
+    int uncounted = 0;  // attempts, of these
     InstanceId instance = {};
   };
   struct Choice {
@@ -94,6 +98,7 @@ class RequestLifecycle {
   using Actions = std::vector<RequestAction>;
 
   Actions encode(size_t item, const absl::Status& why);
+  Actions take_output_lost(const RequestEvent& event);
   Actions encode_missing();
   Actions generate(const absl::Status& why);
   Actions go_on();
@@ -108,7 +113,9 @@ class RequestLifecycle {
   const RequestShape shape_;
   std::vector<Item> items_;
   std::vector<Choice> choices_;
-  Item generation_;  // `item` has no meaning in its actions
+  Item generation_;          // `item` has no meaning in its actions
+  bool has_begun_ = false;   // this attempt has given a token
+  bool is_refetch_ = false;  // this attempt fails because images were not there the second time
   bool ended_ = false;
 };
 

@@ -62,17 +62,13 @@ void EncodeQueue::work() {
 }
 
 void EncodeQueue::run(const std::vector<Item>& batch) {
-  EngineStep step{static_cast<int64_t>(batch.size())};
-  for (const Item& item : batch) step.tokens += item.image->num_patches();
-  if (hooks_.on_submit) hooks_.on_submit(step.tokens);
+  if (batch.front().source != nullptr) return fetch(batch.front());  // which ends by itself, whoever hangs
+  int64_t patches = 0;
+  for (const Item& item : batch) patches += item.image->num_patches();
+  if (hooks_.on_encode) hooks_.on_encode(patches);
   const double start = clock_.now_seconds();
-  if (batch.front().source != nullptr) {
-    fetch(batch.front());
-  } else {
-    encode(batch);
-  }
-  step.seconds = clock_.now_seconds() - start;
-  if (hooks_.on_step) hooks_.on_step(step);
+  encode(batch);
+  if (hooks_.on_encoded) hooks_.on_encoded(patches, clock_.now_seconds() - start);
 }
 
 void EncodeQueue::encode(const std::vector<Item>& batch) {

@@ -39,8 +39,8 @@ class EncodeQueue {
     std::function<void(Done)> on_done;      // on the queue's thread, once; never when the queue ends before
   };
 
-  // Files, with their weights, and clock outlive the queue. `hooks`, on the queue's thread: a batch is a step, and its
-  // patches are the step's tokens.
+  // Files, with their weights, and clock outlive the queue. `hooks`: of a batch that is encoded, and
+  // of each turn of the queue's thread, on which all come.
   EncodeQueue(const LoadedFiles& files, const Clock& clock, EngineHooks hooks = {})
       : files_(files), clock_(clock), hooks_(std::move(hooks)) {}
 

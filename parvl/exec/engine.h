@@ -40,6 +40,7 @@ class Engine {
   // Defaults of generation_config.json over OpenAI's; the caller overwrites what the request names.
   virtual SamplingParams default_sampling() const = 0;
   virtual std::string device_name() const = 0;
+  virtual int64_t memory_bytes() const { return 0; }  // of that device, all that it may come to use, ranks included
   // Which module runs where.
   virtual std::vector<std::pair<std::string, std::string>> places() const;
   virtual GrammarCompiler& grammars() = 0;  // of the model's tokenizer; any thread
@@ -55,6 +56,8 @@ class Engine {
   virtual absl::Status health() const { return absl::OkStatus(); }
   // Any thread. Whether a request that is submitted now has somewhere to run.
   virtual absl::Status accepts() const { return absl::OkStatus(); }
+  // Any thread. Likewise whether its images have, now or soon.
+  virtual absl::Status accepts_images() const { return absl::OkStatus(); }
   // Of the processes that it computes with, its first rank's first; empty: this one alone.
   virtual std::vector<int64_t> pids() const { return {}; }
   // `changed` is called on any thread when max_running() or accepts() may have changed. Set once, before a submit.
@@ -72,6 +75,7 @@ struct EngineConfig {
   std::shared_ptr<Timeline> timeline;  // null: there is none
   EngineHooks hooks;
   std::vector<int64_t> pids;  // see Engine::pids
+  int64_t memory_bytes = 0;   // see Engine::memory_bytes
 };
 
 // The engine itself: one thread that schedules, hands steps to the executor and gives out what comes back.
@@ -94,6 +98,7 @@ class EngineLoop : public Engine {
   absl::Status health() const override { return executor_->health(); }
   absl::Status accepts() const override { return health(); }
   std::vector<int64_t> pids() const override { return config_.pids; }
+  int64_t memory_bytes() const override { return config_.memory_bytes; }
 
  private:
   struct Live;

@@ -187,6 +187,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     PARVL_ASSIGN_OR_RETURN(auto ranks, start_ranks(files, options, setup));
     PARVL_RETURN_IF_ERROR(load_weights(files, dir, options.load));
     if (ranks != nullptr) config.pids = ranks->pids();
+    config.memory_bytes = memory.total() * (files.device.is_cuda() ? 1 : options.ranks());
     config.prompts = files.prompts;
     config.default_sampling = files.sampling;
     config.timeline = options.timeline;
@@ -199,6 +200,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     ExecutorOptions executing{.graphs = !options.enforce_eager, .startup = options.load.startup};
     executing.ranks = std::move(ranks);
     executing.micro_batch_tokens = options.micro_batch_tokens;
+    executing.hooks = options.hooks;
     auto executor = make_torch_executor(std::move(files), config.scheduler, clock, std::move(executing));
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();

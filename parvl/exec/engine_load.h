@@ -51,8 +51,8 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
 absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, std::shared_ptr<Startup> startup = nullptr);
 
 // The vision encoder and the projector alone, which LoadOptions::modules may leave to be said. Of the limits,
-// `max_seqs` is that of the images that are here at once; of the hooks, a batch of images is a step, and its patches
-// are the step's tokens. Errors likewise; InvalidArgument for a model that takes no images.
+// `max_seqs` is that of the images that are here at once; of the hooks, those of encodings and of turns are called.
+// Errors likewise; InvalidArgument for a model that takes no images.
 absl::StatusOr<std::unique_ptr<EncodeEngine>> load_encode_engine(const std::string& dir, const EngineOptions& options,
                                                                  const Clock& clock);
 

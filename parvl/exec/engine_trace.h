@@ -29,11 +29,14 @@ struct EngineStep {
 // Where a request is, as far as its spans are open.
 enum class Phase { kQueue, kBeforePrefill, kPrefill, kDecode };
 
-// Who wants to know what the engine does as it does it. On the engine's thread; must not block; null: nobody asks.
+// Who wants to know what the engine does as it does it. On the engine's thread, of encodings on the encoder's; must not
+// block; null: nobody asks.
 struct EngineHooks {
   std::function<void(int64_t tokens)> on_submit;   // a step goes to the executor
   std::function<void(const EngineStep&)> on_step;  // it has been computed
   std::function<void()> on_turn;                   // all that this turn of the loop had to tell was told
+  std::function<void(int64_t patches)> on_encode;  // the encoder begins with a batch of images
+  std::function<void(int64_t patches, double seconds)> on_encoded;
 };
 
 // Without a timeline, or while that does not record, nothing happens. One thread, the engine's.

@@ -14,7 +14,7 @@ struct EncodeEngineConfig {
   int64_t max_patches = 0;  // of one image; the memory set aside for encoding holds no more
   bool graphs = true;  // on a GPU encodings of a few images are recorded and replayed where there are kernels for it
   std::shared_ptr<Startup> startup;  // told of the recording; may be null
-  EngineHooks hooks;                 // a batch of images is a step, and its patches are the step's tokens
+  EngineHooks hooks;                 // of encodings, and turns
 };
 
 // Takes the model, whose encoder has its weights. `clock` must outlive it. Throws libtorch's exceptions when the device

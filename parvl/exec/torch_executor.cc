@@ -65,7 +65,7 @@ class TorchExecutor : public ModelExecutor {
                             : files_.device.is_cuda()      ? kGpuMicroBatch
                                                            : kCpuMicroBatch),
         runner_(files_, config.num_blocks, config.block_size),
-        encodes_(files_, clock) {
+        encodes_(files_, clock, {.on_encode = options.hooks.on_encode, .on_encoded = options.hooks.on_encoded}) {
     if (!files_.device.is_cuda()) return;
     if (options.startup != nullptr) options.startup->begin("graphs");
     // One after the other, since PyTorch's random state takes part in a recording.

@@ -182,6 +182,7 @@ asio::awaitable<void> Admin::reply_status(HttpConnection& connection) {
   const Metrics::Recent& recent = gateway_.metrics().recent();
   const FleetStatus status = {fleet_.pools(),
                               fleet_.instances(),
+                              fleet_.parked(),
                               busy_,
                               {serve.version, serve.served_names.front(), now_s - started_s_, gateway_.health(),
                                static_cast<int64_t>(gateway_.admission().in_line())},

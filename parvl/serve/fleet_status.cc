@@ -12,6 +12,8 @@ std::string name_of(InstanceState state) { return std::string(kInstanceStateName
 
 Json instance_json(const InstanceInfo& instance, const PoolInfo& pool, const BusyShare& busy) {
   const EngineStats& stats = instance.stats;
+  std::vector<std::string> modules = pool.modules;
+  modules.insert(modules.end(), instance.added.begin(), instance.added.end());
   const double kv = stats.blocks == 0 ? 0 : static_cast<double>(stats.blocks_used) / static_cast<double>(stats.blocks);
   return {{"id", instance.id},
           {"epoch", instance.epoch},
@@ -19,7 +21,7 @@ Json instance_json(const InstanceInfo& instance, const PoolInfo& pool, const Bus
           {"pool", pool.name},
           {"devices", instance.devices},
           {"device", instance.device},
-          {"modules", pool.modules},
+          {"modules", std::move(modules)},
           {"state", name_of(instance.state)},
           {"running", std::max<int64_t>(0, instance.running - instance.waiting)},
           {"waiting", instance.waiting},
@@ -55,12 +57,16 @@ Json gateway_json(const GatewayInfo& gateway) {
 
 }  // namespace
 
-// Who waits in the gateway's line waits for any pool that takes requests.
+// Who waits in the gateway's line, or for any instance to come back, waits for whichever pool takes that work: it is
+// counted once, with the first of them.
 Json status_json(const FleetStatus& status) {
   Json pools = Json::object(), instances = Json::array();
+  int64_t to_take = status.gateway.in_line + status.parked.generations, to_encode = status.parked.encodings;
   for (size_t i = 0; i < status.pools.size(); ++i) {
     const PoolInfo& pool = status.pools[i];
-    int64_t queue = pool.takes_requests ? status.gateway.in_line : 0, ready = 0;
+    int64_t queue = 0, ready = 0;
+    if (pool.takes_requests) queue += std::exchange(to_take, 0);
+    if (pool.role == "encode") queue += std::exchange(to_encode, 0);
     for (const InstanceInfo& instance : status.instances) {
       if (instance.pool != i) continue;
       queue += instance.waiting;

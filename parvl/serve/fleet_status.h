@@ -26,6 +26,7 @@ struct RecentLatency {
 struct FleetStatus {
   std::vector<PoolInfo> pools;
   std::vector<InstanceInfo> instances;
+  FleetView::Parked parked;
   const BusyShare& busy;
   GatewayInfo gateway;
   RecentLatency latency;

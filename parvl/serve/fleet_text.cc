@@ -63,6 +63,18 @@ std::string gateway_line(const Json& gateway) {
                       duration(member(gateway, "uptime_s")), "; ", state, "\n");
 }
 
+// With the modules that it holds beside those of its pool.
+std::string pool_of(const Json& instance, const Json& pools) {
+  const Json name = member(instance, "pool");
+  const Json own = member(name.is_string() ? member(pools, name.get<std::string>().c_str()) : Json(), "modules");
+  const Json modules = member(instance, "modules");
+  Json added = Json::array();
+  for (const Json& module : modules) {
+    if (own.is_array() && std::find(own.begin(), own.end(), module) == own.end()) added.push_back(module);
+  }
+  return added.empty() ? cell(name) : absl::StrCat(cell(name), " + ", cell(added));
+}
+
 // Columns as wide as their widest cell.
 std::string table(const std::vector<Row>& rows) {
   std::vector<size_t> widths(rows.front().size());
@@ -102,7 +114,7 @@ std::string status_table(const Json& status) {
                                  "FAILURES", "LAST FAILURE"}};
   for (const auto& [index, instance] : all_instances.items()) {
     const auto of = [&instance = instance](const char* name) { return cell(member(instance, name)); };
-    instances.push_back({of("id"), of("pool"), of("state"), of("epoch"), of("pids"), of("device"),
+    instances.push_back({of("id"), pool_of(instance, all_pools), of("state"), of("epoch"), of("pids"), of("device"),
                          percent(member(instance, "busy")), of("running"), of("waiting"), of("failures"),
                          of("reason")});
   }

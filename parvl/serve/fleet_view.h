@@ -27,7 +27,8 @@ struct InstanceInfo {
   std::vector<int64_t> pids;  // of its processes; empty: none yet
   size_t pool = 0;
   int64_t devices = 1;
-  std::string device;  // what it computes on, once it has said so
+  std::string device;              // what it computes on, once it has said so
+  std::vector<std::string> added;  // modules, beside those of its pool
   InstanceState state = InstanceState::kGone;
   int64_t running = 0, waiting = 0;
   int64_t failures = 0;  // since the start of the server
@@ -42,6 +43,11 @@ class FleetView {
   virtual ~FleetView() = default;
   virtual const std::vector<PoolInfo>& pools() const = 0;
   virtual std::vector<InstanceInfo> instances() const = 0;  // by id; empty before the first has been started
+  // Pieces of requests that wait for an instance to come back: images for one that encodes, and generations.
+  struct Parked {
+    int64_t encodings = 0, generations = 0;
+  };
+  virtual Parked parked() const { return {}; }
   // The instance takes no new requests, and ends when those it has are done or moved. NotFound when there is none;
   // FailedPrecondition when it is draining or gone already.
   virtual absl::Status drain(int64_t instance) = 0;

@@ -135,6 +135,8 @@ absl::Status Gateway::accepts() const {
   return api_error(503, "the server is shutting down", "draining");
 }
 
+absl::Status Gateway::accepts_images() const { return no_instance(model_->engine->accepts_images()); }
+
 absl::Status Gateway::health() const {
   PARVL_RETURN_IF_ERROR(accepts());
   PARVL_RETURN_IF_ERROR(no_instance(model_->engine->health()));

@@ -56,6 +56,7 @@ class Gateway : public HttpHandler {
   State state() const { return state_; }
   // accepts requests, all instances' pools serve, and the last generation did not fail
   absl::Status health() const;
+  absl::Status accepts_images() const;  // whether there is, or soon will be, somewhere to encode them
   size_t active() const { return active_.size(); }
 
   // For serve_request.cc and tokenize.cc; what is const is for pool threads too.

@@ -155,6 +155,16 @@ Usage usage_of(const PreparedRequest& prepared) {
   return usage;
 }
 
+// Nobody waits for an encoder that is gone, least of all with a turn that others need.
+absl::Status accepts_media(const Gateway& gateway, const GenerateRequest& request) {
+  return request.images.empty() ? absl::OkStatus() : gateway.accepts_images();
+}
+
+absl::Status check_request(const Gateway& gateway, const GenerateRequest& request, const std::string& model_name) {
+  PARVL_RETURN_IF_ERROR(gateway.check_model(model_name));
+  return accepts_media(gateway, request);
+}
+
 asio::awaitable<void> turn_away(Gateway& gateway, HttpConnection& connection, Refusal refusal, std::string message) {
   gateway.metrics().refused(refusal);
   co_await connection.reply_error(api_error(429, message, kRefusalNames[static_cast<size_t>(refusal)]),
@@ -288,6 +298,8 @@ asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare_chat(
 // Messages and media become prompts.
 asio::awaitable<std::optional<absl::StatusOr<PreparedRequest>>> prepare(
     Gateway& gateway, Patience& patience, const std::shared_ptr<GenerateRequest>& request) {
+  // Again: while it waited in the line, they may have gone.
+  if (absl::Status status = accepts_media(gateway, *request); !status.ok()) co_return status;
   std::optional<absl::StatusOr<PreparedRequest>> prepared;  // no ?: around co_await: GCC 12 destroys its result twice
   if (request->api == Api::kChat) {
     prepared = co_await prepare_chat(gateway, patience, request);
@@ -314,7 +326,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   if (!parsed->ok()) co_return co_await connection.reply_error(parsed->status());
   const auto request = std::make_shared<GenerateRequest>(**std::move(parsed));
   const std::string model_name = request->model.empty() ? gateway.options().served_names.front() : request->model;
-  if (absl::Status status = gateway.check_model(model_name); !status.ok()) {
+  if (absl::Status status = check_request(gateway, *request, model_name); !status.ok()) {
     co_return co_await connection.reply_error(std::move(status));
   }
   gateway.warn_unknown_fields(request->unknown_fields);

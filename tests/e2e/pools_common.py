@@ -1,15 +1,29 @@
 """What the tests of servers with an allocation share: starting one, reading its streams, waiting for its instances."""
+import contextlib
 import http.client
 import json
 import os
 import pathlib
 import re
+import signal
 import tempfile
 import threading
 import time
+import urllib.request
 
 from serve_common import Server
 
+POOLS = """
+cluster:
+  gpu_pools:
+    encoder-pool: {device: gpu-24gb, min_instances: 1, max_instances: 8}
+    llm-pool:     {device: gpu-40gb, min_instances: 1, max_instances: 8}
+model:
+  modules:
+    vision_encoder: {pool: encoder-pool, replicas: 2}
+    llm_backbone:   {pool: llm-pool, replicas: 3}
+"""
+SMALL = ("--kv-cache-memory-bytes", "67108864", "--encoder-cache-bytes", "16777216")
 REPLICAS = """
 cluster:
   gpu_pools:
@@ -26,11 +40,16 @@ LONG = {"max_tokens": 48, "ignore_eos": True, "temperature": 1, "seed": 11, "log
 class Pools(Server):
     """A server with an allocation; `instances()` are the processes that it has told of, by instance."""
 
-    def __init__(self, allocation, *flags):
+    def __init__(self, allocation, *flags, devices=None):
         self.folder = tempfile.TemporaryDirectory()
         path = pathlib.Path(self.folder.name) / "allocation.yaml"
         path.write_text(allocation)
-        super().__init__("--config", str(path), "--device-map", "gpu-24gb=cpu,gpu-40gb=cpu" if "24gb" in allocation else "gpu-40gb=cpu", "--dtype", "float32", *flags)
+        devices = devices or ("gpu-24gb=cpu,gpu-40gb=cpu" if "24gb" in allocation else "gpu-40gb=cpu")
+        super().__init__("--config", str(path), "--device-map", devices, "--dtype", "float32", *flags)
+
+    def status(self):
+        with urllib.request.urlopen(self.ready_line.split()[4] + "/status", timeout=30) as reply:
+            return json.loads(reply.read())
 
     def instances(self):
         found = re.findall(r"instance (\d+) of (\S+) \(process (\d+)\) takes on", "".join(self.errors))
@@ -48,15 +67,11 @@ class Pools(Server):
             time.sleep(0.05)  # nobody tells; the condition ends it
 
     def wait_all_ready(self):
-        """Every instance that failed is ready again."""
-        def ready():
-            log = "".join(self.errors)
-            return log.count(" is ready on ") == log.count(") takes on its modules") and log.count(" failed (") + len(self.instances()) == log.count(" is ready on ")
-        self.wait_for(ready)
+        """Every instance whose failure has been noticed is ready again."""
+        self.wait_for(lambda: all(one["state"] == "ready" for one in self.status()["instances"]))
 
     def ready_in(self, pool):
-        log = "".join(self.errors)
-        return log.count(f" of {pool} is ready on ") - log.count(f" of {pool} failed (")
+        return self.status()["pools"][pool]["ready"]
 
     def descriptors(self):
         """Of the gateway: how many of shared memory, and of all else."""
@@ -69,11 +84,49 @@ class Pools(Server):
             memory, others = memory + shared, others + (not shared)
         return memory, others
 
+    def memory(self):
+        """Bytes of the gateway's own memory."""
+        status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
+        return sum(1024 * int(re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE).group(1)) for name in ("RssAnon", "RssShmem"))
+
+    def decoders(self):
+        """(name, pid) of each process that decodes pictures."""
+        tasks = pathlib.Path(f"/proc/{self.process.pid}/task").iterdir()  # each has those that it has started
+        children = [pid for task in tasks for pid in (task / "children").read_text(encoding="utf-8").split()]
+        names = [(pathlib.Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip(), int(pid)) for pid in children]
+        return [one for one in names if one[0].startswith("parvl-media")]
+
     def stop(self, seconds=60):
         try:
             return super().stop(seconds)
         finally:
             self.folder.cleanup()
+
+
+class KilledForGood:
+    """While it lasts, each process of a pool is killed as soon as it has been told what to be."""
+
+    def __init__(self, server, pool):
+        self.server, self.pool, self.over, self.killed = server, pool, threading.Event(), set()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self):
+        while not self.over.is_set():
+            for pool, pid in self.server.instances().values():
+                if pool == self.pool and pid not in self.killed:
+                    self.killed.add(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self.over.wait(0.02)
+
+    def __enter__(self):
+        self.thread.start()
+        self.server.wait_for(lambda: self.server.ready_in(self.pool) == 0)
+        return self
+
+    def __exit__(self, *error):
+        self.over.set()
+        self.thread.join()
 
 
 class Waiting:
@@ -96,6 +149,10 @@ class Waiting:
         return self.answer
 
 
+class Refused(AssertionError):
+    """A status that is not 200, and the reason."""
+
+
 class Answer:
     """One streamed answer, read event by event; `tokens` are (text, logprob) pairs as they come."""
 
@@ -104,7 +161,8 @@ class Answer:
         body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **fields}
         self.connection.request("POST", "/v1/chat/completions", json.dumps(body))
         self.reply = self.connection.getresponse()
-        assert self.reply.status == 200, (self.reply.status, self.reply.read())
+        if self.reply.status != 200:
+            raise Refused(f"{self.reply.status} {self.reply.read().decode()}")
         self.tokens, self.text, self.finish, self.usage, self.error, self.done = [], "", None, None, None, False
 
     def read_until(self, tokens):

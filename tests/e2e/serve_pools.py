@@ -13,20 +13,9 @@ import threading
 import time
 import unittest
 
-from pools_common import LONG, REPLICAS, Answer, Pools, Waiting
+from pools_common import LONG, POOLS, REPLICAS, SMALL, Answer, KilledForGood, Pools, Refused, Waiting
 from serve_common import PARVL, Server, ask, data_uri, need_model, png
 
-POOLS = """
-cluster:
-  gpu_pools:
-    encoder-pool: {device: gpu-24gb, min_instances: 1, max_instances: 8}
-    llm-pool:     {device: gpu-40gb, min_instances: 1, max_instances: 8}
-model:
-  modules:
-    vision_encoder: {pool: encoder-pool, replicas: 2}
-    llm_backbone:   {pool: llm-pool, replicas: 3}
-"""
-SMALL = ("--kv-cache-memory-bytes", "67108864", "--encoder-cache-bytes", "16777216")
 COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}, "n": {"type": "integer", "minimum": 100000}}, "required": ["color", "n"]}
 # What a request that is moved must keep up: seeds and log-probabilities, stop strings across the border, a grammar.
 KINDS = {"sampled": LONG,
@@ -198,7 +187,10 @@ class SeparatePools(unittest.TestCase):
     def test_nothing_is_left_of_many_requests_among_kills(self):
         server, rng = self.server, random.Random(7)
         pictures = [data_uri(png(color=(i, 40, 90))) for i in range(12)]
-        before, ended, lock = server.descriptors(), [], threading.Lock()
+        for at in range(0, 12, 4):  # so that what is made once has been made
+            Answer(server, ask("what?", *pictures[at:at + 4]), **LONG).read_all()
+        before, memory, files = server.descriptors(), server.memory(), set(os.listdir("/dev/shm"))
+        ended, lock = [], threading.Lock()
         numbers = iter(range(300))
 
         def client():
@@ -210,7 +202,12 @@ class SeparatePools(unittest.TestCase):
                     return
                 fields = {**LONG, "max_tokens": 20 + number % 40, "logprobs": False, "top_logprobs": 0}
                 messages = ask(f"question {number}?", *pictures[number % 12:number % 12 + number % 3])
-                answer = Answer(server, messages, **fields)
+                try:
+                    answer = Answer(server, messages, **fields)
+                except Refused as refusal:
+                    with lock:
+                        ended.append(f"refused {refusal}")
+                    continue
                 if seed < 0.15:
                     answer.read_until(1)
                     answer.connection.close()
@@ -224,25 +221,34 @@ class SeparatePools(unittest.TestCase):
         clients = [threading.Thread(target=client) for _ in range(8)]
         for thread in clients:
             thread.start()
-        killed = 0
+        killed = decoders = 0
         while any(thread.is_alive() for thread in clients) and killed < 12:
-            target = rng.choice(list(server.instances().values()))[1]
+            decoder = killed % 3 == 2
+            target = rng.choice(decoder and server.decoders() or list(server.instances().values()))[1]
             try:
-                os.kill(target, rng.choice([signal.SIGKILL, signal.SIGSTOP]))
-                killed += 1
+                os.kill(target, signal.SIGKILL if decoder else rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+                killed, decoders = killed + 1, decoders + decoder
             except ProcessLookupError:
                 pass
             clients[0].join(0.5)
-        for thread in clients:
-            thread.join()
+        with KilledForGood(server, "encoder-pool"):
+            server.wait_for(lambda: len(ended) == 300 or "encodes, too" in "".join(server.errors))
+            for thread in clients:
+                thread.join()
         self.assertEqual(len(ended), 300)
         self.assertGreater(killed, 3)
         self.assertEqual([outcome for outcome in ended if outcome.startswith("error")], [])
+        # A picture that was in the hands of a decoder that was killed, or came while nobody could encode it.
+        refused = [outcome for outcome in ended if outcome.startswith("refused")]
+        self.assertEqual([outcome for outcome in refused if not re.match("refused 503 .*(killed from outside|no instance can take it)", outcome)], [])
+        self.assertLess(len(refused), 150, refused[:3])
         server.wait_all_ready()
         server.wait_for(lambda: server.figure("vllm:num_requests_running") == 0 and server.figure("vllm:num_requests_waiting") == 0)
         # Shared memory is kept for the next images: as much as was in use at once.
         server.wait_for(lambda: server.descriptors()[1] <= before[1] + 4)
         self.assertLess(server.descriptors()[0], 64)
+        server.wait_for(lambda: set(os.listdir("/dev/shm")) <= files)
+        self.assertLess(server.memory(), memory + (48 << 20))
         self.assertEqual(Answer(server, self.picture, **LONG).read_all().text, self.want["sampled"].text)
 
 

@@ -20,7 +20,7 @@ std::string random_record(uint64_t seed) {
   double now = 0;
   fleet.start(now);
   for (int64_t turn = 1; turn <= 30; ++turn) {
-    now += static_cast<double>(rng.below(8)) / 4;
+    now += static_cast<double>(rng.below(8));
     const parvl::InstanceId id{static_cast<int64_t>(rng.below(3))};
     const int64_t epoch = fleet.fleet().instances()[static_cast<size_t>(id.value)].epoch;
     const auto say = [&](Said kind) {
@@ -32,7 +32,7 @@ std::string random_record(uint64_t seed) {
         for (const Said kind : {Said::kHello, Said::kLoaded, Said::kWarmed}) say(kind);
         break;
       case 1:
-        say(static_cast<Said>(rng.below(10)));
+        say(static_cast<Said>(rng.below(12)));
         break;
       case 2: {
         parvl::FleetRequest request;
@@ -59,8 +59,11 @@ std::string random_record(uint64_t seed) {
         break;
       }
       case 5:
-        fleet.step_began(id, epoch, static_cast<int64_t>(rng.below(64)), now);
-        fleet.step_ended(id, epoch, static_cast<int64_t>(rng.below(64)), 0.01, now);
+        for (const parvl::StepLane lane : {parvl::StepLane::kBackbone, parvl::StepLane::kEncoder}) {
+          if (rng.below(2) == 0) continue;
+          fleet.step_began(id, epoch, {lane, static_cast<int64_t>(rng.below(64))}, now);
+          fleet.step_ended(id, epoch, {lane, static_cast<int64_t>(rng.below(64)), 0.01}, now);
+        }
         fleet.report_free(id, epoch, static_cast<int64_t>(rng.below(64)));
         break;
       default:

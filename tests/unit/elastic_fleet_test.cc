@@ -120,7 +120,7 @@ TEST(Fleet, AProcessThatIsStartedAgainMayTakeItsTimeForItsFirstStep) {
   world.pass(1);
   world.say(InstanceId{2}, Said::kHello);
   world.say(InstanceId{2}, Said::kLoaded);
-  world.take(world.fleet.step_began(InstanceId{2}, 2, 16, world.now));
+  world.take(world.fleet.step_began(InstanceId{2}, 2, {StepLane::kBackbone, 16}, world.now));
   world.pass(20);
   EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kWarming);
 }
@@ -130,14 +130,31 @@ TEST(Fleet, AHungStepIsFoundByWhatStepsOfItsSizeHaveTaken) {
   world.open_all();
   world.take_steps(InstanceId{2}, 50, 0.01);
   world.arrive(1, 0, 5);
-  world.take(world.fleet.step_began(InstanceId{2}, 1, 16, world.now));
+  world.take(world.fleet.step_began(InstanceId{2}, 1, {StepLane::kBackbone, 16}, world.now));
   world.pass(2.9);
   EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kReady);
   world.pass(0.2);
   EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kFailed) << "three seconds are the least";
   EXPECT_EQ(world.processes[3].generations.size(), 1u);
-  world.take(world.fleet.step_ended(InstanceId{2}, 1, 16, 3.2, world.now));
+  world.take(world.fleet.step_ended(InstanceId{2}, 1, {StepLane::kBackbone, 16, 3.2}, world.now));
   EXPECT_EQ(world.fleet.fleet().instances()[2].stale, 1) << "what it says later has no effect";
+}
+
+TEST(Fleet, AHungEncodingIsFoundBesideStepsThatEnd) {
+  World world(two_pools());
+  world.open_all();
+  world.take_steps(InstanceId{2}, 50, 0.01);
+  world.take_steps(InstanceId{2}, 50, 0.01, StepLane::kEncoder);
+  world.take(world.fleet.step_began(InstanceId{2}, 1, {StepLane::kEncoder, 16}, world.now));
+  for (int second = 0; second < 2; ++second) {
+    world.take_steps(InstanceId{2}, 1, 0.01);
+    world.pass(1);
+  }
+  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kReady);
+  world.take_steps(InstanceId{2}, 1, 0.01);
+  world.pass(1.1);
+  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kFailed);
+  EXPECT_EQ(world.fleet.fleet().instances()[2].reason, "a step took too long");
 }
 
 TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
@@ -162,12 +179,15 @@ TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
 RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
   FleetSettings settings = two_pools();
   settings.pools[1].encodes = *rc::gen::arbitrary<bool>();
+  settings.add_after_s = *rc::gen::element(0.0, 1.0, 5.0);
+  settings.add_idle_s = *rc::gen::element(0.0, 1.0, 60.0);
+  const bool comes_back = *rc::gen::arbitrary<bool>();
   World world(settings);
   int64_t next = 1;
   const auto some = [] { return InstanceId{*rc::gen::inRange(0, 4)}; };
   const int steps = *rc::gen::inRange(10, 150);
   for (int i = 0; i < steps; ++i) {
-    const int dice = *rc::gen::inRange(0, 16);
+    const int dice = *rc::gen::inRange(0, 18);
     const InstanceId id = some();
     if (dice < 2) world.open(id);
     if (dice == 2) world.die(id);
@@ -179,12 +199,14 @@ RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
     if (dice == 14 && next > 1) {
       world.take(world.fleet.request(RequestId{*rc::gen::inRange<int64_t>(1, next)}, {.kind = Tell::kLeft}, world.now));
     }
+    if (dice >= 16) world.add(id, *rc::gen::inRange(0, 3) > 0);
     if (dice == 15 && *rc::gen::inRange(0, 8) == 0) {
       world.take(world.fleet.instance(id, {.kind = Said::kDrain, .at_s = world.now}));
     }
   }
   for (int round = 0; round < 60 && world.fleet.fleet().requests() > 0; ++round) {
-    world.open_all();
+    if (comes_back || round > 3) world.open_all();
+    for (int64_t id = 0; id < 4; ++id) world.add(InstanceId{id}, true);
     for (int i = 0; i < 10; ++i) {
       for (int64_t id = 0; id < 4; ++id) world.work(InstanceId{id});
     }
@@ -235,13 +257,14 @@ TEST(FleetRecord, TheSameEventsGiveTheSameDecisionsAndOthersAreNamed) {
   }
   const std::string settings = world.record.substr(0, world.record.find('\n') + 1);
   for (const char* line : {"{\"event\":\"tick\",\"at\":0}", "{\"event\":\"start\"}", "{\"event\":3}", "7",
-                           "{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0]}"}) {
+                           "{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0,0]}"}) {
     EXPECT_FALSE(replay_fleet(settings + line + "\n").ok()) << line;
   }
   const size_t second = world.record.find('\n', settings.size()) + 1;
   const std::string begun = world.record.substr(0, world.record.find('\n', second) + 1);
   for (const char* line :
-       {"{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0]}", "{\"event\":\"instance\",\"id\":0,\"what\":[77,0,1,0]}",
+       {"{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0,0]}",
+        "{\"event\":\"instance\",\"id\":0,\"what\":[77,0,1,0,0]}",
         "{\"event\":\"request\",\"id\":0,\"at\":0,\"what\":[0,0,0,0,0,0]}",
         "{\"event\":\"arrive\",\"id\":5,\"at\":0,\"shape\":[1,1,8,5],\"needs\":[1,1],\"chain\":[],\"patches\":[],"
         "\"item_key\":[]}",

@@ -46,12 +46,58 @@ struct Driver {
 TEST(Request, OutputThatCannotBeFetchedIsMadeAgain) {
   Driver d({.items = 1});
   d.encode_and_generate();
-  EXPECT_THAT(d.happens({.kind = Kind::kOutputLost}), ElementsAre(Do::kLetGo));
-  EXPECT_THAT(d.happens({.kind = Kind::kOutputLost}), IsEmpty()) << "once";
+  const auto lost_output = d.request.handle({.kind = Kind::kOutputLost, .attempt = 1});
+  EXPECT_THAT(kinds(lost_output), ElementsAre(Do::kLetGo));
+  EXPECT_TRUE(lost_output[0].lost) << "so that nobody else is given it";
+  EXPECT_THAT(d.happens({.kind = Kind::kOutputLost, .attempt = 1}), IsEmpty()) << "once";
   EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = 1, .status = lost()}),
               ElementsAre(Do::kPlaceEncoding));
   EXPECT_THAT(d.happens({.kind = Kind::kEncodingPlaced, .instance = kC, .attempt = 2}), ElementsAre(Do::kEncode));
   EXPECT_THAT(d.happens({.kind = Kind::kEncoded, .attempt = 2}), ElementsAre(Do::kPlaceGeneration));
+}
+
+TEST(Request, WhatAnAttemptThatHasMovedOnLacksIsNoNews) {
+  Driver d({.items = 1});
+  d.encode_and_generate();
+  EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kB}), ElementsAre(Do::kPlaceGeneration));
+  EXPECT_THAT(d.happens({.kind = Kind::kOutputLost, .attempt = 1}), IsEmpty()) << "while it waits for its place";
+  EXPECT_EQ(d.request.holder(0), kA);
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = 1, .status = lost()}), IsEmpty());
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationPlaced, .instance = kC, .attempt = 2}), ElementsAre(Do::kGenerate));
+  EXPECT_THAT(d.happens({.kind = Kind::kOutputLost, .attempt = 1}), IsEmpty());
+  EXPECT_EQ(d.request.holder(0), kA);
+}
+
+TEST(Request, FetchingImagesAgainAfterATokenCountsForNoTry) {
+  Driver d({.items = 2, .max_encodings = 2, .max_generations = 2});
+  int64_t tokens = 0;
+  const auto place = [&](int attempt) {
+    for (const size_t item : {0, 1}) {
+      EXPECT_THAT(d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .item = item, .attempt = attempt}),
+                  ElementsAre(Do::kEncode))
+          << attempt;
+      d.happens({.kind = Kind::kEncoded, .item = item, .attempt = attempt});
+    }
+    EXPECT_THAT(d.happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = attempt}),
+                ElementsAre(Do::kGenerate));
+  };
+  for (int attempt = 1; attempt <= 10; ++attempt) {
+    place(attempt);
+    d.token(tokens++, attempt);
+    EXPECT_THAT(d.happens({.kind = Kind::kOutputLost, .item = 1, .attempt = attempt}), IsEmpty()) << "let go before";
+    EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = attempt, .status = lost()}),
+                ElementsAre(Do::kPlaceEncoding, Do::kPlaceEncoding));
+  }
+  // Without a token in between it does.
+  place(11);
+  d.happens({.kind = Kind::kOutputLost, .item = 1, .attempt = 11});
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = 11, .status = lost()}),
+              ElementsAre(Do::kPlaceEncoding));
+  d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .item = 1, .attempt = 12});
+  d.happens({.kind = Kind::kEncoded, .item = 1, .attempt = 12});
+  d.happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = 12});
+  EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = 12, .status = lost()}),
+              testing::Contains(Do::kEnd));
 }
 
 TEST(Request, TextIsGeneratedAtOnceAndEndsOnce) {

@@ -248,10 +248,10 @@ TEST_F(EncodeEngineTest, TellsOfEachBatchWhenItBeginsAndWhenItIsDone) {
   EngineOptions options;
   std::vector<std::string> told;
   std::atomic<int> turns = 0;
-  options.hooks.on_submit = [&](int64_t patches) { told.push_back(absl::StrCat("begin ", patches)); };
-  options.hooks.on_step = [&](const EngineStep& step) {
-    EXPECT_GE(step.seconds, 0);
-    told.push_back(absl::StrCat("done ", step.sequences, " ", step.tokens));
+  options.hooks.on_encode = [&](int64_t patches) { told.push_back(absl::StrCat("begin ", patches)); };
+  options.hooks.on_encoded = [&](int64_t patches, double seconds) {
+    EXPECT_GE(seconds, 0);
+    told.push_back(absl::StrCat("done ", patches));
   };
   options.hooks.on_turn = [&] { ++turns; };
   auto engine = load_encoder(dir, options);
@@ -261,7 +261,7 @@ TEST_F(EncodeEngineTest, TellsOfEachBatchWhenItBeginsAndWhenItIsDone) {
     encode(*engine, images[i]);
     while (turns <= static_cast<int>(i)) std::this_thread::yield();
     want.push_back(absl::StrCat("begin ", images[i]->num_patches()));
-    want.push_back(absl::StrCat("done 1 ", images[i]->num_patches()));
+    want.push_back(absl::StrCat("done ", images[i]->num_patches()));
   }
   engine.reset();
   EXPECT_EQ(told, want);

@@ -144,6 +144,25 @@ TEST_F(EngineTest, ACancelledRequestEndsOnceAndFreesAll) {
   expect_nothing_held(*engine);
 }
 
+TEST_F(EngineTest, TellsWhenItsEncoderBeginsAndIsDone) {
+  std::vector<std::string> told;  // the encoder's thread
+  EngineOptions options;
+  options.hooks.on_encode = [&](int64_t patches) { told.push_back(absl::StrCat("begin ", patches)); };
+  options.hooks.on_encoded = [&](int64_t patches, double seconds) {
+    EXPECT_GE(seconds, 0);
+    told.push_back(absl::StrCat("done ", patches));
+  };
+  auto engine = load(make_dir("qwen2_vl"), options);
+  const auto picture = image(engine->prompts(), 56, 56, 1);
+  const auto prompt = std::make_shared<const Prompt>(chat(engine->prompts(), "what", "is it?", {picture}));
+  const auto pending = std::make_shared<Pending>();
+  submit(*engine, prompt, {.max_tokens = 2}, pending);
+  ASSERT_TRUE(pending->end.get_future().get().ok());
+  engine.reset();
+  EXPECT_THAT(told, testing::ElementsAre(absl::StrCat("begin ", picture->num_patches()),
+                                         absl::StrCat("done ", picture->num_patches())));
+}
+
 TEST_F(EngineTest, StoppingEndsEveryRequest) {
   auto engine = load(make_dir("qwen2"), {.max_seqs = 2});
   const auto prompt = std::make_shared<const Prompt>(engine->prompts().build_plain("on and on"));

@@ -2,6 +2,14 @@
 
 namespace parvl {
 
+void World::add(InstanceId id, bool can) {
+  const std::vector<Order>& orders = processes[id.value].orders;
+  const auto last = std::find_if(orders.rbegin(), orders.rend(), [](Order order) {
+    return order == Order::kAdd || order == Order::kStart;  // of this process
+  });
+  if (last != orders.rend() && *last == Order::kAdd) say(id, can ? Said::kAdded : Said::kAddRefused);
+}
+
 void World::work(InstanceId id) {
   Process& process = processes[id.value];
   if (!process.encodings.empty()) {
@@ -33,6 +41,9 @@ void World::obey(const RequestOrder& order) {
   switch (action.kind) {
     case Do::kEncode:
       EXPECT_TRUE(open()) << "work for one that takes none";
+      EXPECT_TRUE(process.added ||
+                  fleet.fleet().instances()[static_cast<size_t>(action.instance.value)].added != AddedEncoder::kEncodes)
+          << "an image for one that has given the encoder back";
       process.encodings.emplace(id, action.item, action.attempt);
       break;
     case Do::kGenerate:

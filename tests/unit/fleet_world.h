@@ -34,7 +34,7 @@ class World {
 
   struct Process {
     int64_t epoch = 0;
-    bool alive = false;
+    bool alive = false, added = false;
     std::map<std::pair<int64_t, int>, int64_t> generations;  // request and attempt → next token
     std::set<std::tuple<int64_t, size_t, int>> encodings, held;
     std::vector<Order> orders;
@@ -56,8 +56,9 @@ class World {
   }
 
   void say(InstanceId id, Said kind) {
-    const Process& process = processes[id.value];
+    Process& process = processes[id.value];
     if (!process.alive) return;
+    if (kind == Said::kAdded) process.added = true;
     const InstanceEvent event = {.kind = kind, .at_s = now, .epoch = process.epoch};
     take(kind == Said::kLoaded ? fleet.loaded(id, event, {4, 1000}) : fleet.instance(id, event));
   }
@@ -68,10 +69,10 @@ class World {
     for (const InstanceView& one : fleet.fleet().instances()) open(one.id);
   }
   // Of the same size, one after the other, in the process's first epoch.
-  void take_steps(InstanceId id, int count, double seconds) {
+  void take_steps(InstanceId id, int count, double seconds, StepLane lane = StepLane::kBackbone) {
     for (int i = 0; i < count; ++i) {
-      take(fleet.step_began(id, 1, 16, now));
-      take(fleet.step_ended(id, 1, 16, seconds, now));
+      take(fleet.step_began(id, 1, {lane, 16}, now));
+      take(fleet.step_ended(id, 1, {lane, 16, seconds}, now));
     }
   }
   void die(InstanceId id) {
@@ -91,6 +92,8 @@ class World {
     now = until;
   }
   void arrive(int64_t id, size_t items, int64_t tokens);
+  // It takes on what it was told to, or says that it cannot.
+  void add(InstanceId id, bool can);
   // One piece of work of this instance is done.
   void work(InstanceId id);
 
@@ -108,6 +111,9 @@ class World {
       process = {.epoch = order.action.epoch, .alive = true};
     } else if (order.action.kind == Order::kKill) {
       process = {.epoch = order.action.epoch};
+    } else if (order.action.kind == Order::kGiveBack) {
+      EXPECT_TRUE(process.encodings.empty() && process.held.empty()) << "it is used";
+      process.added = false;
     }
     process.orders.push_back(order.action.kind);
   }

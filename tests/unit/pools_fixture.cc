@@ -46,7 +46,7 @@ class CountingEngine : public Engine {
     RequestId id;
     EngineRequest request;
     bool cancelled = false;
-    int64_t said = 0;
+    int64_t said = 0, seen = 0;  // tokens; what its images show
   };
   void loop() {
     std::unique_lock lock(script_->mutex);
@@ -63,8 +63,11 @@ class CountingEngine : public Engine {
           continue;
         }
         --script_->allowed[instance_];
-        const bool ends = job->cancelled || speak(*job);
-        if (ends) {
+        const absl::Status looked = job->said == 0 && !job->cancelled ? look(*job) : absl::OkStatus();
+        const bool ends = job->cancelled || !looked.ok() || speak(*job);
+        if (!looked.ok()) {
+          job->request.on_end(looked);
+        } else if (ends) {
           GenerateResult result;
           result.finish = job->cancelled ? FinishReason::kNone : FinishReason::kStop;
           job->request.on_end(result);
@@ -75,11 +78,23 @@ class CountingEngine : public Engine {
     }
     for (Job& job : jobs_) job.request.on_end(GenerateResult{});
   }
+  absl::Status look(Job& job) {
+    for (const auto& source : job.request.encoded) {
+      const auto floats = static_cast<size_t>(source->tensors().front().bytes) / sizeof(float);
+      std::vector<float> features(floats);
+      const absl::Span<std::byte> out(reinterpret_cast<std::byte*>(features.data()), floats * sizeof(float));
+      const absl::Status status = source->fetch({out});
+      if (!status.ok()) return absl::UnavailableError(status.message());
+      job.seen += static_cast<int64_t>(features.back());
+    }
+    return absl::OkStatus();
+  }
   bool speak(Job& job) {
     const auto index = static_cast<int64_t>(job.request.generated.size()) + job.said++;
     const bool last = index + 1 == job.request.sampling.max_tokens;
     TokenEvent event;
-    event.token_id = last ? kEnd : static_cast<TokenId>(job.request.sampling.seed + static_cast<uint64_t>(index));
+    event.token_id =
+        last ? kEnd : static_cast<TokenId>(static_cast<int64_t>(job.request.sampling.seed) + index + job.seen);
     event.text = last ? "" : std::to_string(event.token_id) + " ";
     event.finish = last ? FinishReason::kStop : FinishReason::kNone;
     job.request.on_token(event);
@@ -97,7 +112,28 @@ class CountingEngine : public Engine {
   std::thread thread_;
 };
 
+class FillingEncoder : public EncodeEngine {
+ public:
+  std::string device_name() const override { return "test"; }
+  int64_t max_images() const override { return 4; }
+  absl::StatusOr<std::vector<TransferTensor>> layout_of(const ProcessedImage& image) const override {
+    std::vector<TransferTensor> out = {{.name = "visual", .shape = {image.num_tokens(), 16}}};
+    PARVL_RETURN_IF_ERROR(place_tensors(out).status());
+    return out;
+  }
+  absl::StatusOr<EncodeId> submit(EncodeRequest request) override {
+    auto* const out = reinterpret_cast<float*>(request.destination[0].data());
+    std::fill_n(out, request.destination[0].size() / sizeof(float), request.image->patches.front());
+    request.on_done(EncodedImage{});
+    return EncodeId{1};
+  }
+  void cancel(EncodeId) override {}
+  EncodeStats stats() const override { return {}; }
+};
+
 }  // namespace
+
+std::unique_ptr<EncodeEngine> filling_encoder() { return std::make_unique<FillingEncoder>(); }
 
 std::unique_ptr<Engine> counting_engine(std::shared_ptr<Script> script, size_t instance, const std::string& folder,
                                         const EngineHooks& hooks) {
@@ -112,6 +148,9 @@ void Threads::start(const InstanceLaunch& launch) {
   {
     std::lock_guard lock(script_->mutex);
     gateway_ = launch.gateway;
+    if (script_->dead[static_cast<size_t>(launch.instance.value)]) {
+      return on_exit_(launch.instance, launch.epoch, "ended at once");
+    }
   }
   threads_.emplace_back([this, launch] {
     WorkerLoaders loaders;
@@ -121,6 +160,12 @@ void Threads::start(const InstanceLaunch& launch) {
       script_->changed.notify_all();
       if (!script_->refusal.ok()) return script_->refusal;
       return counting_engine(script_, static_cast<size_t>(launch.instance.value), folder_, options.hooks);
+    };
+    loaders.encoder = [&](const std::string&, const EngineOptions&) -> absl::StatusOr<std::unique_ptr<EncodeEngine>> {
+      std::lock_guard lock(script_->mutex);
+      ++script_->encoders[static_cast<size_t>(launch.instance.value)];
+      if (!script_->encoder_refusal.ok()) return script_->encoder_refusal;
+      return filling_encoder();
     };
     const absl::Status status =
         run_worker({launch.gateway, launch.token, launch.instance.value, launch.epoch}, loaders, kClock);

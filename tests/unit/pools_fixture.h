@@ -26,19 +26,28 @@ struct Script {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<int64_t> allowed = std::vector<int64_t>(4, int64_t{1} << 40);  // tokens, by instance
-  absl::Status refusal;
-  std::vector<int> started = std::vector<int>(4, 0);  // engines, by instance
+  absl::Status refusal, encoder_refusal;
+  std::vector<int> started = std::vector<int>(4, 0), encoders = started;  // engines of both kinds, by instance
+  std::vector<bool> dead = std::vector<bool>(4, false);                   // its processes end as soon as they start
 
   void allow(size_t instance, int64_t tokens) {
     std::lock_guard lock(mutex);
     allowed[instance] = tokens;
     changed.notify_all();
   }
+  void set_dead(size_t instance, bool is) {
+    std::lock_guard lock(mutex);
+    dead[instance] = is;
+  }
 };
 
-// Token i of an answer is the seed plus i; the last one of max_tokens is the end.
+// Token i of an answer is the seed plus i, and plus what the encoder made of its images; the last one of max_tokens is
+// the end.
 std::unique_ptr<Engine> counting_engine(std::shared_ptr<Script> script, size_t instance, const std::string& folder,
                                         const EngineHooks& hooks);
+
+// Makes of an image its first value, many times.
+std::unique_ptr<EncodeEngine> filling_encoder();
 
 // "Processes" that are threads. Killing one is left to its stream, which is closed before.
 class Threads : public InstanceStarter {

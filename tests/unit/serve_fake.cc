@@ -147,6 +147,11 @@ void FakeEngine::cancel(RequestId id) {
   for (Job& job : jobs_) job.cancelled |= job.id == id;
 }
 
+absl::Status FakeEngine::accepts_images() const {
+  std::lock_guard lock(script_->mutex);
+  return script_->images_refused;
+}
+
 EngineStats FakeEngine::stats() const {
   std::lock_guard lock(script_->mutex);
   return script_->stats;

@@ -32,6 +32,7 @@ struct FakeScript {
   int64_t allowed = int64_t{1} << 50;       // tokens that may still come out
   int64_t fail_after = -1;                  // tokens before `error` is returned; -1: never
   absl::Status error;
+  absl::Status images_refused;                    // accepts_images()
   int64_t started = 0, ended = 0, cancelled = 0;  // generations
   std::vector<Prompt> prompts;
   std::vector<SamplingParams> samplings;
@@ -65,6 +66,7 @@ class FakeEngine : public Engine {
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
   EngineStats stats() const override;
+  absl::Status accepts_images() const override;
 
  private:
   struct Job {

@@ -1,4 +1,5 @@
 // Waiting, leaving and loading.
+#include <absl/strings/escaping.h>
 #include <absl/strings/str_split.h>
 
 #include <new>
@@ -57,6 +58,41 @@ TEST_F(ServerTest, AClientThatLeavesWhileWaitingFreesItsPlaceAndIsNeverRun) {
   EXPECT_EQ(next.read_reply().status, 200);
   std::lock_guard lock(script_->mutex);
   EXPECT_EQ(script_->started, 3);
+}
+
+TEST_F(ServerTest, ImagesThatNobodyCanEncodeAreRefusedAtOnceAndLeaveTheirTurnsToText) {
+  start();
+  const Image grey{8, 8, std::vector<uint8_t>(size_t{3} * 8 * 8, 90)};
+  const std::string url = "data:image/png;base64," + absl::Base64Escape(encode_png(grey));
+  Json image = user_says("");
+  image["messages"][0]["content"] = Json::array({{{"type", "image_url"}, {"image_url", {{"url", url}}}}});
+  const auto refuse = [&](const absl::Status& status) {
+    std::lock_guard lock(script_->mutex);
+    script_->images_refused = status;
+  };
+  EXPECT_EQ(chat(image).status, 200);
+  close_gate();
+  TestClient running(server_->port()), next(server_->port()), waiting(server_->port());
+  running.send(chat_request(user_says("runs")));
+  ASSERT_TRUE(wait_admitted(1));
+  next.send(chat_request(user_says("is made ready beside it")));
+  ASSERT_TRUE(wait_admitted(2));
+  waiting.send(chat_request(image));
+  ASSERT_TRUE(wait_admitted(3));
+  refuse(absl::UnavailableError("no instance can take it"));
+  const TestReply refused = chat(image);
+  EXPECT_EQ(refused.status, 503);
+  EXPECT_EQ(refused.code(), "no_healthy_instance");
+  EXPECT_EQ(server_->admitted(), 3u) << "it has no place";
+  open_gate();
+  EXPECT_EQ(running.read_reply().status, 200);
+  EXPECT_EQ(next.read_reply().status, 200);
+  EXPECT_EQ(waiting.read_reply().status, 503) << "it was in the line, and its turn came too late";
+  EXPECT_EQ(chat(user_says("text")).status, 200);
+  refuse(absl::OkStatus());
+  EXPECT_EQ(chat(image).status, 200);
+  std::lock_guard lock(script_->mutex);
+  EXPECT_EQ(script_->started, 5);
 }
 
 TEST_F(ServerTest, DisconnectCancelsWhatRuns) {

@@ -40,11 +40,22 @@ class FleetEngineTest : public testing::Test {
  protected:
   FleetEngineTest() { write_model_folder(folder_.path()); }
 
-  absl::Status start(int64_t instances) {
+  absl::Status start(int64_t instances) { return start({{.name = "llm-pool", .instances = instances}}); }
+
+  // One encoder, and two that may take it on.
+  absl::Status start_apart() {
+    return start({{.name = "encoder-pool", .encodes = true, .generates = false},
+                  {.name = "llm-pool", .instances = 2, .encodes = false, .generates = true}});
+  }
+
+  absl::Status start(std::vector<FleetPool> pools) {
     FleetOptions options;
-    options.fleet.pools = {{.name = "llm-pool", .instances = instances}};
+    options.engines.resize(pools.size());
+    options.fleet = settings_;
+    options.fleet.pools = std::move(pools);
     options.fleet.instance.backoff_first_s = 0.01;
-    options.engines.resize(1);
+    options.fleet.instance.backoff_most_s = 0.25;
+    options.model_dir = folder_.path();
     options.front.prompts = *PromptBuilder::load(folder_.path());
     options.front.end_tokens = {kEnd};
     options.front.max_model_len = 1000;
@@ -57,11 +68,19 @@ class FleetEngineTest : public testing::Test {
     return absl::OkStatus();
   }
 
-  std::shared_ptr<Client> submit(uint64_t seed, int64_t tokens, RequestId* id = nullptr) {
+  // With an image whose every value is `shows`, unless that is 0.
+  std::shared_ptr<Client> submit(uint64_t seed, int64_t tokens, RequestId* id = nullptr, uint8_t shows = 0) {
     auto client = std::make_shared<Client>();
     EngineRequest request;
     auto prompt = std::make_shared<Prompt>();
     prompt->ids = {1, 2, 3};
+    if (shows > 0) {
+      ProcessedImage image = {.grid_t = 1, .grid_h = 2, .grid_w = 2, .patch_floats = 96, .merge_size = 2};
+      image.key[0] = shows;
+      image.patches.assign(size_t{4} * 96, shows);
+      prompt->images.push_back(std::make_shared<const ProcessedImage>(std::move(image)));
+      prompt->media.push_back({0, 1, 1});
+    }
     request.prompt = prompt;
     request.sampling.seed = seed;
     request.sampling.max_tokens = tokens;
@@ -95,7 +114,22 @@ class FleetEngineTest : public testing::Test {
     return static_cast<size_t>(std::count_if(all.begin(), all.end(), [](const auto& one) { return one.open; }));
   }
 
+  // Until the encoder's pool is open, or not.
+  void set_encoder(bool there) {
+    script_->set_dead(0, !there);
+    const auto epoch = engine_->instances()[0].epoch;
+    if (!there) threads_->die(InstanceId{0}, epoch);
+    ASSERT_TRUE(wait_for([&](const auto& all) { return all[0].open == there; }));
+  }
+  std::vector<TokenId> want(TokenId first, int64_t tokens) {
+    std::vector<TokenId> out;
+    for (int64_t i = 0; i + 1 < tokens; ++i) out.push_back(first + static_cast<TokenId>(i));
+    out.push_back(kEnd);
+    return out;
+  }
+
   TemporaryFolder folder_;
+  FleetSettings settings_;
   std::shared_ptr<Script> script_ = std::make_shared<Script>();
   Threads* threads_ = nullptr;
   std::unique_ptr<FleetEngine> engine_;
@@ -241,6 +275,72 @@ TEST_F(FleetEngineTest, AnInstanceThatRefusesItsModulesSaysWhyAtTheStart) {
   const absl::Status status = start(2);
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
   EXPECT_THAT(status.message(), HasSubstr("of llm-pool cannot start: the weights do not fit"));
+}
+
+TEST_F(FleetEngineTest, AnInstanceThatGeneratesTakesTheEncoderOnAndGivesItBack) {
+  settings_.add_after_s = settings_.add_idle_s = 0.05;
+  ASSERT_TRUE(start_apart().ok());
+  const auto one = submit(100, 4, nullptr, 9);
+  ASSERT_TRUE(one->over());
+  EXPECT_EQ(one->tokens, want(109, 4));
+  EXPECT_EQ((**one->end).ran_on[0],
+            (std::pair<std::string, std::string>{"vision_encoder", "instance 0 of encoder-pool"}));
+  for (int round = 1; round <= 2; ++round) {
+    set_encoder(false);
+    EXPECT_TRUE(engine_->accepts_images().ok()) << "somebody can take it on";
+    script_->allow(1, 3);
+    script_->allow(2, 3);
+    const auto text = submit(50, 9);
+    ASSERT_TRUE(text->has(3));
+    const auto image = submit(100, 4, nullptr, static_cast<uint8_t>(10 + round));
+    ASSERT_TRUE(wait_for([](const auto& all) {
+      return all[1].added == AddedEncoder::kEncodes || all[2].added == AddedEncoder::kEncodes;
+    }));
+    const int64_t added = engine_->instances()[1].added == AddedEncoder::kEncodes ? 1 : 2;
+    script_->allow(1, 100);
+    script_->allow(2, 100);
+    ASSERT_TRUE(image->over() && text->over());
+    EXPECT_EQ(image->tokens, want(110 + round, 4));
+    EXPECT_EQ(text->tokens, want(50, 9));
+    EXPECT_EQ((**image->end).ran_on[0].second, absl::StrCat("instance ", added, " of llm-pool"));
+    set_encoder(true);
+    ASSERT_TRUE(
+        wait_for([&](const auto& all) { return all[static_cast<size_t>(added)].added == AddedEncoder::kNone; }));
+    const auto after = submit(100, 2, nullptr, static_cast<uint8_t>(20 + round));
+    ASSERT_TRUE(after->over());
+    EXPECT_EQ(after->tokens, want(120 + round, 2));
+    EXPECT_EQ((**after->end).ran_on[0].second, "instance 0 of encoder-pool");
+  }
+  EXPECT_EQ(script_->encoders[1] + script_->encoders[2], 2);
+  for (const size_t id : {1, 2}) EXPECT_EQ(engine_->instances()[id].failures, 0);
+}
+
+TEST_F(FleetEngineTest, WithoutAnEncoderAndWithoutRoomForOneNewImagesAreRefusedAndTextGoesOn) {
+  settings_.add_after_s = 0.05;
+  settings_.park_s = 2;
+  ASSERT_TRUE(start_apart().ok());
+  {
+    std::lock_guard lock(script_->mutex);
+    script_->encoder_refusal = invalid("the weights do not fit");
+  }
+  set_encoder(false);
+  const auto image = submit(100, 4, nullptr, 9);
+  ASSERT_TRUE(wait_for([&](const auto&) { return engine_->parked(true) == 1; }));
+  const double end_s = kClock.now_seconds() + 30;
+  while (engine_->accepts_images().ok() && kClock.now_seconds() < end_s) std::this_thread::yield();
+  EXPECT_TRUE(absl::IsUnavailable(engine_->accepts_images()));
+  EXPECT_TRUE(engine_->accepts().ok());
+  const auto text = submit(50, 9);
+  ASSERT_TRUE(text->over());
+  EXPECT_EQ(text->tokens, want(50, 9));
+  ASSERT_TRUE(image->over()) << "by its limit";
+  EXPECT_TRUE(absl::IsUnavailable((*image->end).status())) << (*image->end).status();
+  EXPECT_EQ(engine_->parked(true), 0);
+  for (const size_t id : {1, 2}) {
+    EXPECT_EQ(script_->encoders[id], 1) << "each was asked once";
+    EXPECT_EQ(engine_->instances()[id].failures, 0);
+    EXPECT_EQ(engine_->instances()[id].added, AddedEncoder::kNone);
+  }
 }
 
 TEST_F(FleetEngineTest, WhatStillRunsEndsWithTheEngine) {

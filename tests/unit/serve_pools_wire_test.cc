@@ -169,20 +169,36 @@ TEST(PrefixChain, DiffersFromWhereThePromptsDo) {
 TEST(OutputCache, KeepsWhatIsUsedAndGivesUpTheLeastRecentlyUsed) {
   OutputCache cache;
   const OutputCache::Key a = image(1)->key, b = image(2)->key;
-  EXPECT_EQ(cache.use(a), nullptr);
+  EXPECT_FALSE(cache.use(a).has_value());
   EXPECT_TRUE(cache.add(a, TransferId{1}, "A"));
   EXPECT_FALSE(cache.add(a, TransferId{2}, "A again"));
   EXPECT_TRUE(cache.add(b, TransferId{3}, "B"));
   EXPECT_EQ(cache.evict(), std::nullopt) << "both are used";
-  EXPECT_EQ(*cache.use(a), "A");
-  cache.let_go(a);
+  EXPECT_EQ(cache.use(a)->handle, "A");
+  EXPECT_FALSE(cache.let_go(TransferId{1}, false));
   EXPECT_EQ(cache.evict(), std::nullopt) << "one of its two users has it still";
-  cache.let_go(b);
-  cache.let_go(a);
-  EXPECT_EQ(*cache.use(b), "B");
-  cache.let_go(b);
+  EXPECT_FALSE(cache.let_go(TransferId{3}, false));
+  EXPECT_FALSE(cache.let_go(TransferId{1}, false));
+  EXPECT_EQ(cache.use(b)->handle, "B");
+  EXPECT_FALSE(cache.let_go(TransferId{3}, false));
   EXPECT_EQ(cache.evict(), TransferId{1}) << "b was used after it";
   EXPECT_EQ(cache.evict(), TransferId{3});
+  EXPECT_EQ(cache.size(), 0u);
+}
+
+TEST(OutputCache, WhatIsLostIsMadeAgainAndGoesWithItsLastUser) {
+  OutputCache cache;
+  const OutputCache::Key a = image(1)->key;
+  EXPECT_TRUE(cache.add(a, TransferId{1}, "A"));
+  EXPECT_TRUE(cache.use(a).has_value());
+  EXPECT_FALSE(cache.let_go(TransferId{1}, true)) << "another one may have it yet";
+  EXPECT_FALSE(cache.use(a).has_value()) << "nobody new is given it";
+  EXPECT_TRUE(cache.add(a, TransferId{2}, "A again"));
+  EXPECT_TRUE(cache.let_go(TransferId{1}, false));
+  EXPECT_EQ(cache.use(a)->item, TransferId{2}) << "of the same image, and whole";
+  EXPECT_FALSE(cache.let_go(TransferId{2}, false));
+  EXPECT_FALSE(cache.let_go(TransferId{2}, false));
+  EXPECT_EQ(cache.evict(), TransferId{2});
   EXPECT_EQ(cache.size(), 0u);
 }
 

@@ -93,7 +93,7 @@ TEST(BearerKeys, OnlyAWholeKeyFits) {
 
 class Status : public testing::Test {
  protected:
-  Status() : status_{{}, {}, busy_, {"1.2", "tiny", 3671, absl::OkStatus(), 3}, {10, {0.001, 0.002}, {}}} {
+  Status() : status_{{}, {}, {}, busy_, {"1.2", "tiny", 3671, absl::OkStatus(), 3}, {10, {0.001, 0.002}, {}}} {
     status_.pools = {{"encoder-pool", "encode", "gpu-24gb", 2, {"vision_encoder", "projector"}, false},
                      {"llm-pool", "llm", "gpu-40gb", 8, {"llm_backbone"}, true}};
     InstanceInfo encoder = {.id = 0, .epoch = 1, .pids = {11}, .pool = 0, .device = "cpu"};
@@ -112,6 +112,25 @@ class Status : public testing::Test {
   BusyShare busy_{10};
   FleetStatus status_;
 };
+
+TEST_F(Status, TellsOfModulesThatWereAdded) {
+  EXPECT_THAT(status_table(status_json(status_)), Not(HasSubstr("llm-pool +")));
+  status_.instances[1].added = {"vision_encoder", "projector"};
+  const Json json = status_json(status_);
+  EXPECT_EQ(json["instances"][1]["modules"], Json({"llm_backbone", "vision_encoder", "projector"}));
+  EXPECT_EQ(json["instances"][2]["modules"], Json({"llm_backbone"}));
+  EXPECT_EQ(json["pools"]["llm-pool"]["modules"], Json({"llm_backbone"}));
+  EXPECT_THAT(status_table(json), HasSubstr("llm-pool + vision_encoder, projector"));
+}
+
+TEST_F(Status, CountsWhatWaitsOnce) {
+  status_.pools.push_back({"other-llm", "llm", "gpu-40gb", 1, {"llm_backbone"}, true});
+  status_.parked = {.encodings = 4, .generations = 5};
+  const Json json = status_json(status_);
+  EXPECT_EQ(json["pools"]["encoder-pool"]["queue"], 4);
+  EXPECT_EQ(json["pools"]["llm-pool"]["queue"], 10);  // the line and what was moved, and the engines' own
+  EXPECT_EQ(json["pools"]["other-llm"]["queue"], 0);
+}
 
 TEST_F(Status, HasTheContractsShape) {
   const Json json = status_json(status_);

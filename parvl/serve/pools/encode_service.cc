@@ -59,14 +59,13 @@ bool EncodeService::given_up(const Item& of) {
 void EncodeService::run(const Job& job) {
   {
     std::unique_lock lock(mutex_);
-    const OutputCache::Key key = key_of(*job.image, job.of);
-    const std::string* there = live_.at(job.of).given_up ? nullptr : outputs_.use(key);
-    if (there != nullptr) {
-      const std::string handle = *there;
+    std::optional<OutputCache::Use> there;
+    if (!live_.at(job.of).given_up) there = outputs_.use(key_of(*job.image, job.of));
+    if (there.has_value()) {
       live_.erase(job.of);
-      holds_.emplace(job.of, key);
+      holds_.emplace(job.of, there->item);
       lock.unlock();
-      return say(job.of, handle, 0);
+      return say(job.of, there->handle, 0);
     }
   }
   if (given_up(job.of)) return fail(job.of, absl::CancelledError("cancelled"));
@@ -137,20 +136,20 @@ void EncodeService::done(const Item& of, const OutputCache::Key& key, TransferRe
                          const absl::StatusOr<EncodedImage>& result) {
   if (!result.ok()) return fail(of, result.status());
   const TransferHandle handle = source_->publish(std::move(region), {.seconds = kLease_s});
-  std::string at = handle.encode();
+  OutputCache::Use at = {handle.item, handle.encode()};
   bool wanted, kept = false;
   {
     std::lock_guard lock(mutex_);
     wanted = !live_.extract(of).mapped().given_up;
     if (wanted) {
-      kept = outputs_.add(key, handle.item, at);
+      kept = outputs_.add(key, at.item, at.handle);
       if (!kept) at = *outputs_.use(key);  // another request had the same image
-      holds_.emplace(of, key);
+      holds_.emplace(of, at.item);
     }
   }
   one_done_.notify_all();
   if (!kept) source_->drop(handle.item);
-  if (wanted) say(of, at, result->end_s - result->start_s);
+  if (wanted) say(of, at.handle, result->end_s - result->start_s);
 }
 
 void EncodeService::say(const Item& of, const std::string& handle, double seconds) {
@@ -187,7 +186,7 @@ void EncodeService::let_go(const wire::ItemOf& message) {
   {
     std::lock_guard lock(mutex_);
     if (const auto held = holds_.extract(of); !held.empty()) {
-      outputs_.let_go(held.mapped());
+      if (outputs_.let_go(held.mapped(), message.lost())) source_->drop(held.mapped());
     } else if (const auto live = live_.find(of); live != live_.end()) {
       live->second.given_up = true;
       id = live->second.id;

@@ -61,8 +61,8 @@ class EncodeService {
     std::optional<EncodeId> id;  // none before the engine has it
     bool given_up = false;
   };
-  std::map<Item, Live> live_;               // that are not done
-  std::map<Item, OutputCache::Key> holds_;  // whose output is there
+  std::map<Item, Live> live_;         // that are not done
+  std::map<Item, TransferId> holds_;  // whose output is there
   OutputCache outputs_;
   std::unique_ptr<EncodeEngine> engine_;
   JobThread thread_;  // last: it uses all of the above until it is joined

@@ -16,7 +16,22 @@ constexpr int64_t kStartFailures = 3;    // of one instance before the first tim
 constexpr double kStandstill_s = 1;      // a turn of the thread that takes longer
 constexpr double kLongestWait_s = 3600;  // of the thread, when nothing is due
 
-void add(EngineStats& to, const EngineStats& more) {
+// What it holds now, which goes with it.
+void add_held(EngineStats& to, const EngineStats& more) {
+  to.running += more.running;
+  to.waiting += more.waiting;
+  to.blocks += more.blocks;
+  to.blocks_used += more.blocks_used;
+  to.encoder_bytes_used += more.encoder_bytes_used;
+  to.free_kv_tokens += more.free_kv_tokens;
+  to.pending_tokens += more.pending_tokens;
+  to.encoder_bytes += more.encoder_bytes;
+  to.encoder_bytes_held += more.encoder_bytes_held;
+}
+
+}  // namespace
+
+void add_counts(EngineStats& to, const EngineStats& more) {
   to.preemptions += more.preemptions;
   to.prefix_queries += more.prefix_queries;
   to.prefix_hits += more.prefix_hits;
@@ -33,21 +48,6 @@ void add(EngineStats& to, const EngineStats& more) {
   }
 }
 
-// What it holds now, which goes with it.
-void add_held(EngineStats& to, const EngineStats& more) {
-  to.running += more.running;
-  to.waiting += more.waiting;
-  to.blocks += more.blocks;
-  to.blocks_used += more.blocks_used;
-  to.encoder_bytes_used += more.encoder_bytes_used;
-  to.free_kv_tokens += more.free_kv_tokens;
-  to.pending_tokens += more.pending_tokens;
-  to.encoder_bytes += more.encoder_bytes;
-  to.encoder_bytes_held += more.encoder_bytes_held;
-}
-
-}  // namespace
-
 FleetEngine::FleetEngine(FleetOptions options, std::unique_ptr<InstanceStarter> starter, const Clock& clock)
     : options_(std::move(options)),
       clock_(clock),
@@ -55,7 +55,11 @@ FleetEngine::FleetEngine(FleetOptions options, std::unique_ptr<InstanceStarter> 
       starter_(std::move(starter)),
       fleet_(options_.fleet, options_.record),
       links_(fleet_.fleet().instances().size()) {
-  for (const FleetPool& pool : options_.fleet.pools) encodes_apart_ = encodes_apart_ || !pool.generates;
+  const std::vector<FleetPool>& pools = options_.fleet.pools;
+  for (size_t i = pools.size(); i-- > 0;) {
+    if (!pools[i].generates) encoders_ = i;
+  }
+  for (const InstanceView& view : fleet_.fleet().instances()) touched_.insert(view.id);
 }
 
 absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions options,
@@ -81,6 +85,7 @@ absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions opt
            .closed = [self](StreamId stream) { self->post([self, stream] { self->lost_stream(stream); }); }}));
   engine->starter_->set_on_exit([self](InstanceId id, int64_t epoch, const std::string& how) {
     self->post([self, id, epoch, how] {
+      self->touched_.insert(id);
       self->act(self->fleet_.instance(
           id, {.kind = InstanceEvent::Kind::kExited, .at_s = self->now(), .epoch = epoch, .reason = how}));
     });
@@ -165,33 +170,45 @@ void FleetEngine::loop() {
   }
 }
 
+InstanceStatus FleetEngine::status_of(InstanceId id) {
+  const Link& link = this->link(id);
+  InstanceStatus status;
+  static_cast<InstanceView&>(status) = fleet_.fleet().instance(id);
+  status.pids = link.pids;
+  status.device = link.device;
+  status.stats = link.counts;
+  status.refusal = link.refusal;
+  return status;
+}
+
 // So that other threads see a state that the decisions were made on.
 void FleetEngine::publish() {
+  const Fleet& fleet = fleet_.fleet();
   Snapshot next;
   next.stats = past_;
-  for (const InstanceView& view : fleet_.fleet().instances()) {
-    const Link& link = this->link(view.id);
-    InstanceStatus status;
-    static_cast<InstanceView&>(status) = view;
-    status.pids = link.pids;
-    status.device = link.device;
-    status.stats = link.counts;
-    status.refusal = link.refusal;
-    add(next.stats, link.counts);
+  for (const Link& link : links_) {
+    add_counts(next.stats, link.counts);
     add_held(next.stats, link.counts);
-    if (view.open) next.kv_tokens += view.room.kv_tokens;
-    next.instances.push_back(std::move(status));
   }
+  next.parked_encodings = fleet.parked(true);
+  next.parked_generations = fleet.parked(false);
   // A request that is encoded or moved runs in no engine, but it runs.
-  const auto requests = static_cast<int64_t>(fleet_.fleet().requests());
-  next.stats.waiting = std::min(requests, next.stats.waiting + static_cast<int64_t>(fleet_.fleet().parked()));
+  const auto requests = static_cast<int64_t>(fleet.requests());
+  next.stats.waiting = std::min(requests, next.stats.waiting + next.parked_encodings + next.parked_generations);
   next.stats.running = requests - next.stats.waiting;
-  next.capacity = fleet_.fleet().capacity();
-  next.health = fleet_.fleet().health();
-  next.accepts = fleet_.fleet().can_generate();
+  next.capacity = fleet.capacity();
+  next.health = fleet.health();
+  next.accepts = fleet.can_generate();
+  if (encoders_.has_value()) next.accepts_images = fleet.can_encode(now());
   std::function<void()> tell;
   {
     std::lock_guard lock(mutex_);
+    next.instances = std::move(published_.instances);
+    next.instances.resize(links_.size());
+    for (const InstanceId id : std::exchange(touched_, {})) {
+      next.instances[static_cast<size_t>(id.value)] = status_of(id);
+    }
+    for (const InstanceStatus& one : next.instances) next.kv_tokens += one.open ? one.room.kv_tokens : 0;
     const bool differs = next.capacity != published_.capacity || next.kv_tokens != published_.kv_tokens ||
                          next.accepts.ok() != published_.accepts.ok();
     if (differs) tell = capacity_changed_;
@@ -209,7 +226,7 @@ RequestId FleetEngine::submit(EngineRequest request) {
   const int64_t room = std::max<int64_t>(0, max_model_len() - tokens), most = request.sampling.max_tokens;
   what.needs = {tokens, tokens + (most < 0 ? room : std::min(most, room))};
   auto live = std::make_unique<Live>();
-  if (encodes_apart_) {
+  if (encoders_.has_value()) {
     for (const auto& image : request.prompt->images) {
       what.patches.push_back(image->num_patches());
       what.item_key.push_back(image_hash(*image));
@@ -241,7 +258,10 @@ void FleetEngine::cancel(RequestId id) {
 }
 
 void FleetEngine::drain(InstanceId id) {
-  post([this, id] { act(fleet_.instance(id, {.kind = InstanceEvent::Kind::kDrain, .at_s = now()})); });
+  post([this, id] {
+    touched_.insert(id);
+    act(fleet_.instance(id, {.kind = InstanceEvent::Kind::kDrain, .at_s = now()}));
+  });
 }
 
 bool FleetEngine::stopping() const {
@@ -267,6 +287,14 @@ absl::Status FleetEngine::health() const {
 absl::Status FleetEngine::accepts() const {
   std::lock_guard lock(mutex_);
   return published_.accepts;
+}
+absl::Status FleetEngine::accepts_images() const {
+  std::lock_guard lock(mutex_);
+  return published_.accepts_images;
+}
+int64_t FleetEngine::parked(bool encodings) const {
+  std::lock_guard lock(mutex_);
+  return encodings ? published_.parked_encodings : published_.parked_generations;
 }
 void FleetEngine::watch_capacity(std::function<void()> changed) {
   std::lock_guard lock(mutex_);
@@ -295,25 +323,6 @@ std::string FleetEngine::device_name() const {
   return "";
 }
 
-FleetEngine::Link& FleetEngine::link(InstanceId id) { return links_[static_cast<size_t>(id.value)]; }
-
-void FleetEngine::send(InstanceId id, wire::Command command) {
-  const Link& link = this->link(id);
-  if (link.stream.has_value()) server_->send(*link.stream, std::move(command));
-}
-
-// Nobody gives that process anything any more, wherever it still asks.
-void FleetEngine::fence(InstanceId id, int64_t epoch) {
-  pixels_->fence(instance_name(id), epoch);
-  for (size_t i = 0; i < links_.size(); ++i) {
-    if (links_[i].stream == std::nullopt || static_cast<int64_t>(i) == id.value) continue;
-    wire::Command command;
-    command.mutable_fence()->set_instance(id.value);
-    command.mutable_fence()->set_epoch(epoch);
-    send(InstanceId{static_cast<int64_t>(i)}, std::move(command));
-  }
-}
-
 void FleetEngine::act(const Fleet::Actions& actions) {
   for (const FleetAction& action : actions) {
     if (const auto* order = std::get_if<InstanceOrder>(&action)) {
@@ -321,59 +330,6 @@ void FleetEngine::act(const Fleet::Actions& actions) {
     } else {
       act(std::get<RequestOrder>(action));
     }
-  }
-}
-
-void FleetEngine::act(const InstanceOrder& order) {
-  using Kind = InstanceAction::Kind;
-  Link& link = this->link(order.instance);
-  const size_t pool_index = fleet_.fleet().instance(order.instance).pool;
-  const FleetPool& pool = options_.fleet.pools[pool_index];
-  const std::string name = absl::StrCat("instance ", order.instance.value, " of ", pool.name);
-  wire::Command command;
-  switch (order.action.kind) {
-    case Kind::kStart:
-      link.epoch = order.action.epoch;
-      link.stream.reset();
-      link.released = false;
-      link.pids.clear();
-      starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.token});
-      return;
-    case Kind::kAssign:
-      log_info(name, " (process ", link.pids.front(), ") takes on its modules");
-      command.mutable_assign()->set_model_dir(options_.model_dir);
-      command.mutable_assign()->set_encodes_alone(!pool.generates);
-      command.mutable_assign()->set_transfer_bytes(options_.feature_bytes);
-      write_options(options_.engines[pool_index], *command.mutable_assign());
-      return send(order.instance, std::move(command));
-    case Kind::kWarm:
-      command.set_warm(true);
-      return send(order.instance, std::move(command));
-    case Kind::kOpen:
-      link.refusal = absl::OkStatus();
-      return log_info(name, " is ready on ", link.device);
-    case Kind::kClose:
-      return log_info(name, " takes no new requests");
-    case Kind::kMove:
-      return;  // its requests were told
-    case Kind::kFence: {
-      if (link.stream.has_value()) {
-        streams_.erase(*link.stream);
-        server_->close(*link.stream);
-      }
-      fence(order.instance, order.action.epoch);
-      add(past_, std::exchange(link.counts, {}));
-      link.stream.reset();
-      const InstanceView view = fleet_.fleet().instance(order.instance);
-      if (view.state == InstanceState::kGone) return log_info(name, " is gone");
-      return log_warning(name, " failed (", view.reason, "); it is started again, and its requests go on elsewhere");
-    }
-    case Kind::kRelease:
-      link.released = true;
-      command.set_release(true);
-      return send(order.instance, std::move(command));
-    case Kind::kKill:
-      return starter_->kill(order.instance, order.action.epoch);
   }
 }
 

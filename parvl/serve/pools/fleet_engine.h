@@ -9,14 +9,14 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "parvl/base/job_thread.h"
 #include "parvl/comm/transfer/transfer_source.h"
-#include "parvl/elastic/fleet_record.h"
-#include "parvl/exec/engine_load.h"
+#include "parvl/serve/pools/fleet_options.h"
 #include "parvl/serve/pools/instance_starter.h"
 #include "parvl/serve/pools/instance_status.h"
 #include "parvl/serve/pools/stream_id.h"
@@ -29,24 +29,11 @@ namespace wire {  // proto/instance.proto, whose headers do not go together with
 class Command;
 class Encoded;
 class Ended;
+class Failure;
 class FromInstance;
 class Said;
 class Token;
 }  // namespace wire
-
-class FleetEngine;
-
-struct FleetOptions {
-  FleetSettings fleet;
-  std::string model_dir;
-  EngineFront front;                         // of that directory
-  RecordedFleet::Write record;               // null: nothing is recorded
-  std::vector<EngineOptions> engines;        // of the instances of each pool
-  std::string token;                         // of this run; whoever shows it is an instance
-  int64_t pixel_bytes = int64_t{1} << 30;    // of memory in which images wait for their instances to fetch them
-  int64_t feature_bytes = int64_t{1} << 30;  // likewise encoder output, on each instance that encodes
-  std::function<void(FleetEngine*)> watch;   // told of the engine before its start, of null before its end; may be null
-};
 
 class FleetEngine : public Engine {
  public:
@@ -70,9 +57,12 @@ class FleetEngine : public Engine {
   EngineStats stats() const override;  // of all instances together, those that are gone included
   absl::Status health() const override;
   absl::Status accepts() const override;
+  absl::Status accepts_images() const override;
   void watch_capacity(std::function<void()> changed) override;
 
   std::vector<InstanceStatus> instances() const;  // any thread
+  // Any thread. Pieces of requests that wait for an instance: images to be encoded, or generations.
+  int64_t parked(bool encodings) const;
   // Any thread. The instance takes no new requests, and ends when those it has are done or moved.
   void drain(InstanceId id);
 
@@ -86,6 +76,7 @@ class FleetEngine : public Engine {
   void loop();
   void post(Task task);
   void publish();
+  InstanceStatus status_of(InstanceId id);
   double now() const { return clock_.now_seconds(); }
   bool stopping() const;
 
@@ -107,14 +98,16 @@ class FleetEngine : public Engine {
   using Published = std::function<void(const std::vector<TransferHandle>&, const absl::Status&)>;
   void publish_images(std::vector<std::shared_ptr<const ProcessedImage>> images, Published then);
   void deliver(Live& live);
-  const std::string& pool_name(InstanceId id) const;
+  std::string places_text(const std::vector<InstanceId>& instances) const;
   Link& link(InstanceId id);
   void end(RequestId id, const absl::Status& status);
   void send(InstanceId id, wire::Command command);
+  void assign(InstanceId id, const EngineOptions& engine, bool encodes_alone);
   void fence(InstanceId id, int64_t epoch);
+  std::string name_of(InstanceId id) const;
 
   const FleetOptions options_;
-  bool encodes_apart_ = false;  // images have instances of their own
+  std::optional<size_t> encoders_;  // the pool whose instances encode and do nothing else; none: images have no own
   const Clock& clock_;
   std::unique_ptr<GrammarCompiler> grammars_;
   std::unique_ptr<InstanceStarter> starter_;
@@ -128,12 +121,13 @@ class FleetEngine : public Engine {
   std::map<RequestId, std::unique_ptr<Live>> live_;
   std::optional<TokenEvent> token_;  // that is being delivered
   EngineStats past_;                 // of processes that are gone
+  std::set<InstanceId> touched_;     // whose state may have changed since it was published
 
   struct Snapshot {
     std::vector<InstanceStatus> instances;
     EngineStats stats;
-    absl::Status health = absl::UnavailableError("no instance has started yet"), accepts = health;
-    int64_t capacity = 0, kv_tokens = 0;
+    absl::Status health = absl::UnavailableError("no instance has started yet"), accepts = health, accepts_images;
+    int64_t capacity = 0, kv_tokens = 0, parked_encodings = 0, parked_generations = 0;
   };
   mutable std::mutex mutex_;
   std::condition_variable changed_;

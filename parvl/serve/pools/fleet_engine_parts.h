@@ -47,7 +47,7 @@ struct FleetEngine::Link {
   absl::Status refusal;  // why it would not take on its modules, when it would not
 };
 
-// "instance 2, then 3 of llm-pool"
-std::string places_text(const std::vector<InstanceId>& instances, const std::string& pool);
+// What was done since the start, without what is held now.
+void add_counts(EngineStats& to, const EngineStats& more);
 
 }  // namespace parvl

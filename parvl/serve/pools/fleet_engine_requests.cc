@@ -21,103 +21,16 @@ void note(std::vector<InstanceId>& instances, InstanceId one) {
 
 }  // namespace
 
-std::string places_text(const std::vector<InstanceId>& instances, const std::string& pool) {
+// "instance 2, then 3 of llm-pool"
+std::string FleetEngine::places_text(const std::vector<InstanceId>& instances) const {
   std::string out = "instance ";
-  for (size_t i = 0; i < instances.size(); ++i) absl::StrAppend(&out, i == 0 ? "" : ", then ", instances[i].value);
-  return out + " of " + pool;
-}
-
-// Its first words. One that was started before the last failure, or that nobody started, is turned away.
-bool FleetEngine::attach(StreamId stream, InstanceId id, const wire::FromInstance& message) {
-  Link& link = this->link(id);
-  const bool speaks = message.said_size() > 0 && message.said(0).has_hello();
-  const InstanceState state = fleet_.fleet().instance(id).state;
-  if (!speaks || message.epoch() != link.epoch || link.stream.has_value() || state != InstanceState::kStarting) {
-    return false;
+  for (size_t i = 0; i < instances.size(); ++i) {
+    const auto pool = [&](size_t of) { return fleet_.fleet().instance(instances[of]).pool; };
+    absl::StrAppend(&out, i == 0 ? "" : ", then ", instances[i].value);
+    if (i + 1 < instances.size() && pool(i + 1) == pool(i)) continue;
+    absl::StrAppend(&out, " of ", options_.fleet.pools[pool(i)].name);
   }
-  streams_.emplace(stream, id);
-  link.stream = stream;
-  link.pids = {message.said(0).hello().pid()};
-  return true;
-}
-
-void FleetEngine::take(StreamId stream, const wire::FromInstance& message) {
-  const InstanceId id{message.instance()};
-  if (id.value < 0 || id.value >= static_cast<int64_t>(links_.size())) return server_->close(stream);
-  const auto known = streams_.find(stream);
-  const bool attached = known != streams_.end() ? known->second == id : attach(stream, id, message);
-  if (!attached) {
-    // What a past epoch still says is counted, and has no other effect.
-    const int64_t epoch = std::min(message.epoch(), link(id).epoch - 1);
-    for (int i = 0; i < message.said_size(); ++i) {
-      act(fleet_.instance(id, {.kind = InstanceEvent::Kind::kAlive, .at_s = now(), .epoch = epoch}));
-    }
-    return server_->close(stream);
-  }
-  Link& link = this->link(id);
-  if (message.has_counts()) {
-    link.counts = read_stats(message.counts());
-    fleet_.report_free(id, message.epoch(), link.counts.free_kv_tokens);
-  }
-  for (const wire::Said& said : message.said()) {
-    if (link.stream != stream) return;  // what it said before has ended it
-    take_said(id, message.epoch(), said);
-  }
-}
-
-void FleetEngine::take_said(InstanceId id, int64_t epoch, const wire::Said& said) {
-  using Kind = InstanceEvent::Kind;
-  InstanceEvent event = {.kind = Kind::kAlive, .at_s = now(), .epoch = epoch};
-  switch (said.what_case()) {
-    case wire::Said::kHello:
-      event.kind = Kind::kHello;
-      break;
-    case wire::Said::kLoaded:
-      event.kind = Kind::kLoaded;
-      link(id).device = said.loaded().device();
-      if (said.loaded().pids_size() > 0) {
-        link(id).pids.assign(said.loaded().pids().begin(), said.loaded().pids().end());
-      }
-      return act(fleet_.loaded(id, event, {said.loaded().max_running(), said.loaded().kv_tokens()}));
-    case wire::Said::kWarmed:
-      event.kind = Kind::kWarmed;
-      break;
-    case wire::Said::kStepBegan:
-      return act(fleet_.step_began(id, epoch, said.step_began().size(), now()));
-    case wire::Said::kStepEnded:
-      return act(fleet_.step_ended(id, epoch, said.step_ended().size(), said.step_ended().seconds(), now()));
-    case wire::Said::kToken:
-      return take_token(id, said.token());
-    case wire::Said::kEnded:
-      return take_end(id, said.ended());
-    case wire::Said::kEncoded:
-      return take_encoded(id, said.encoded());
-    case wire::Said::kRefused:
-      event.kind = Kind::kRefused;
-      link(id).refusal = read_failure(said.refused());
-      event.reason = said.refused().message();
-      break;
-    case wire::Said::kAlive:
-    case wire::Said::WHAT_NOT_SET:
-      break;
-  }
-  act(fleet_.instance(id, event));
-}
-
-// Its process may live on: it is fenced, and ended, like one that has died. Of one that was released the end of its
-// process is still to come, and is what counts.
-void FleetEngine::lost_stream(StreamId stream) {
-  const auto found = streams_.find(stream);
-  if (found == streams_.end()) return;
-  const InstanceId id = found->second;
-  Link& link = this->link(id);
-  if (!link.released) {
-    act(fleet_.instance(
-        id,
-        {.kind = InstanceEvent::Kind::kExited, .at_s = now(), .epoch = link.epoch, .reason = "its connection broke"}));
-  }
-  streams_.erase(stream);
-  if (link.stream == stream) link.stream.reset();
+  return out;
 }
 
 void FleetEngine::take_token(InstanceId id, const wire::Token& token) {
@@ -146,7 +59,10 @@ void FleetEngine::take_end(InstanceId id, const wire::Ended& ended) {
   result.overlap_ms += ended.overlap_ms();
   result.fetch_ms += ended.fetch_ms();
   for (const int32_t item : ended.not_fetched()) {
-    act(fleet_.request(request, {.kind = RequestEvent::Kind::kOutputLost, .item = static_cast<size_t>(item)}, now()));
+    act(fleet_.request(
+        request,
+        {.kind = RequestEvent::Kind::kOutputLost, .item = static_cast<size_t>(item), .attempt = ended.attempt()},
+        now()));
   }
   event.kind = event.status.ok() && result.finish != FinishReason::kNone ? RequestEvent::Kind::kFinished
                                                                          : RequestEvent::Kind::kGenerationFailed;
@@ -158,6 +74,7 @@ void FleetEngine::take_end(InstanceId id, const wire::Ended& ended) {
 void FleetEngine::act(const RequestOrder& order) {
   using Kind = RequestAction::Kind;
   Live& live = *live_.at(order.request);
+  touched_.insert(order.action.instance);
   switch (order.action.kind) {
     case Kind::kGenerate:
       return generate(order, live);
@@ -246,6 +163,7 @@ void FleetEngine::let_go(const RequestOrder& order) {
   command.mutable_let_go()->set_request(order.request.value);
   command.mutable_let_go()->set_item(static_cast<int32_t>(order.action.item));
   command.mutable_let_go()->set_attempt(order.action.attempt);
+  command.mutable_let_go()->set_lost(order.action.lost);
   send(order.action.instance, std::move(command));
 }
 
@@ -322,17 +240,13 @@ void FleetEngine::deliver(Live& live) {
   live.request.on_token(*token_);
 }
 
-const std::string& FleetEngine::pool_name(InstanceId id) const {
-  return options_.fleet.pools[fleet_.fleet().instance(id).pool].name;
-}
-
 void FleetEngine::end(RequestId id, const absl::Status& status) {
   const auto live = live_.extract(id);
   Live& ended = *live.mapped();
   ended.drop_all_pixels(*pixels_);
   for (const auto& [module, on] :
        {std::pair("vision_encoder", &ended.encoded_on), std::pair("llm_backbone", &ended.generated_on)}) {
-    if (!on->empty()) ended.result.ran_on.emplace_back(module, places_text(*on, pool_name(on->front())));
+    if (!on->empty()) ended.result.ran_on.emplace_back(module, places_text(*on));
   }
   // A client that has left is no failure: finish kNone says that nobody waited for the rest.
   if (status.ok() || absl::IsCancelled(status)) {

@@ -6,27 +6,43 @@
 
 namespace parvl {
 
-const std::string* OutputCache::use(const Key& key) {
-  const auto found = outputs_.find(key);
-  if (found == outputs_.end()) return nullptr;
-  if (found->second.users++ == 0) idle_.erase(found->second.idle);
-  return &found->second.handle;
+std::optional<OutputCache::Use> OutputCache::use(const Key& key) {
+  const auto found = by_key_.find(key);
+  if (found == by_key_.end()) return std::nullopt;
+  Output& output = outputs_.at(found->second);
+  if (output.users++ == 0) idle_.erase(output.idle);
+  return Use{found->second, output.handle};
 }
 
 bool OutputCache::add(const Key& key, TransferId item, std::string handle) {
-  return outputs_.emplace(key, Output{item, std::move(handle), 1, {}}).second;
+  if (!by_key_.emplace(key, item).second) return false;
+  outputs_.emplace(item, Output{key, std::move(handle), 1, {}});
+  return true;
 }
 
-void OutputCache::let_go(const Key& key) {
-  Output& output = outputs_.at(key);
+bool OutputCache::let_go(TransferId item, bool lost) {
+  Output& output = outputs_.at(item);
   PARVL_CHECK(output.users > 0, "an encoder output that nobody uses is let go");
-  if (--output.users == 0) output.idle = idle_.insert(idle_.end(), key);
+  const auto named = by_key_.find(output.key);
+  bool known = named != by_key_.end() && named->second == item;
+  if (known && lost) {
+    by_key_.erase(named);
+    known = false;
+  }
+  if (--output.users > 0) return false;
+  if (known) {
+    output.idle = idle_.insert(idle_.end(), item);
+    return false;
+  }
+  outputs_.erase(item);
+  return true;
 }
 
 std::optional<TransferId> OutputCache::evict() {
   if (idle_.empty()) return std::nullopt;
-  const TransferId item = outputs_.at(idle_.front()).item;
-  outputs_.erase(idle_.front());
+  const TransferId item = idle_.front();
+  by_key_.erase(outputs_.at(item).key);
+  outputs_.erase(item);
   idle_.pop_front();
   return item;
 }

@@ -18,25 +18,31 @@ class OutputCache {
  public:
   using Key = std::array<uint8_t, 32>;  // ProcessedImage::key
 
-  // The handle, encoded, of an output that is there, which gets one more user; null: it is not.
-  const std::string* use(const Key& key);
+  struct Use {
+    TransferId item;
+    std::string handle;  // encoded
+  };
+  // An output that is there, which gets one more user.
+  std::optional<Use> use(const Key& key);
   // A new one with one user. Of a key that is there already: false, and nothing is changed.
   bool add(const Key& key, TransferId item, std::string handle);
-  // One user less.
-  void let_go(const Key& key);
+  // One user less. `lost`: it is of no use to anybody, so that `use` does not find it any more. Whether it has to go
+  // now, which is the caller's to do.
+  bool let_go(TransferId item, bool lost);
   // Takes out the one that nobody uses for the longest time; nullopt when all are used.
   std::optional<TransferId> evict();
   size_t size() const { return outputs_.size(); }
 
  private:
   struct Output {
-    TransferId item;
+    Key key;
     std::string handle;
     int64_t users = 1;
-    std::list<Key>::iterator idle;  // while it has no user
+    std::list<TransferId>::iterator idle;  // while it has no user
   };
-  std::map<Key, Output> outputs_;
-  std::list<Key> idle_;  // the least recently used first
+  std::map<TransferId, Output> outputs_;
+  std::map<Key, TransferId> by_key_;  // without those that are lost
+  std::list<TransferId> idle_;        // the least recently used first
 };
 
 }  // namespace parvl

@@ -6,12 +6,15 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <stop_token>
 #include <thread>
 #include <utility>
 
+#include "parvl/base/job_thread.h"
+#include "parvl/base/memory.h"
 #include "parvl/elastic/instance_id.h"
 #include "parvl/serve/pools/encode_service.h"
 #include "parvl/serve/pools/generate_service.h"
@@ -63,18 +66,40 @@ class Worker {
 
  private:
   absl::Status obey(const wire::Command& command) {
+    if (command.has_assign() && command.assign().adds()) {
+      adding_.submit([this, assign = command.assign()] { tell_added(add_encoder(assign)); });
+      return absl::OkStatus();
+    }
+    if (command.give_back()) {
+      adding_.submit([this] { give_back(); });
+      return absl::OkStatus();
+    }
     if (command.has_assign()) return or_refuse(take_on(command.assign()));
     if (command.warm()) return or_refuse(warm());
     if (generates_ != nullptr) {
       if (command.has_generate()) generates_->generate(command.generate());
       if (command.has_cancel()) generates_->cancel(command.cancel());
     }
+    std::lock_guard lock(encoder_mutex_);
     if (encodes_ != nullptr) {
       if (command.has_encode()) encodes_->encode(command.encode());
       if (command.has_let_go()) encodes_->let_go(command.let_go());
       if (command.has_fence()) encodes_->fence(command.fence());
+    } else if (command.has_encode()) {
+      refuse_image(command.encode());
     }
     return absl::OkStatus();
+  }
+
+  // It was given back meanwhile: somebody else will do it.
+  void refuse_image(const wire::Encode& message) {
+    wire::Said said;
+    wire::Encoded& encoded = *said.mutable_encoded();
+    encoded.set_request(message.request());
+    encoded.set_item(message.item());
+    encoded.set_attempt(message.attempt());
+    write_failure(absl::UnavailableError("this instance holds no vision encoder"), *encoded.mutable_failure());
+    say(std::move(said));
   }
 
   void take(const wire::ToInstance& message) {
@@ -123,37 +148,114 @@ class Worker {
     return status;
   }
 
+  void began(int64_t size, bool encodes) {
+    wire::Said said;
+    said.mutable_step_began()->set_size(size);
+    said.mutable_step_began()->set_encodes(encodes);
+    stream_->add(std::move(said));
+  }
+  void ended(int64_t size, double seconds, bool encodes) {
+    wire::Said said;
+    said.mutable_step_ended()->set_size(size);
+    said.mutable_step_ended()->set_seconds(seconds);
+    said.mutable_step_ended()->set_encodes(encodes);
+    stream_->add(std::move(said));
+  }
+
   EngineHooks hooks() {
     EngineHooks out;
-    out.on_submit = [this](int64_t size) {
-      wire::Said said;
-      said.mutable_step_began()->set_size(size);
-      stream_->add(std::move(said));
-    };
-    out.on_step = [this](const EngineStep& step) {
-      wire::Said said;
-      said.mutable_step_ended()->set_size(step.tokens);
-      said.mutable_step_ended()->set_seconds(step.seconds);
-      stream_->add(std::move(said));
-    };
+    out.on_submit = [this](int64_t size) { began(size, false); };
+    out.on_step = [this](const EngineStep& step) { ended(step.tokens, step.seconds, false); };
+    out.on_encode = [this](int64_t patches) { began(patches, true); };
+    out.on_encoded = [this](int64_t patches, double seconds) { ended(patches, seconds, true); };
     out.on_turn = [this] { tell_counts(); };
     return out;
   }
 
+  // What both engines count, those encoders included that were given back.
   void tell_counts() {
     wire::Counts counts;
     if (!ready_) return stream_->flush();
-    if (generates_ != nullptr) write_stats(generates_->engine().stats(), counts);
-    if (encodes_ != nullptr) {
-      const EncodeStats stats = encodes_->engine().stats();
-      EngineStats as_engine;
-      as_engine.running = stats.images - stats.waiting;
-      as_engine.waiting = stats.waiting;
-      as_engine.encoder_busy_s = stats.busy_s;
-      as_engine.work[static_cast<size_t>(WorkKind::kEncode)] = stats.work;
-      write_stats(as_engine, counts);
+    EngineStats stats;
+    if (generates_ != nullptr) stats = generates_->engine().stats();
+    {
+      std::lock_guard lock(encoder_mutex_);
+      EncodeStats encodes;
+      if (encodes_ != nullptr) encodes = encodes_->engine().stats();
+      stats.running += encodes.images - encodes.waiting;
+      stats.waiting += encodes.waiting;
+      for (const EncodeStats* one : {&given_back_, &encodes}) {
+        WorkCount& work = stats.work[static_cast<size_t>(WorkKind::kEncode)];
+        stats.encoder_busy_s += one->busy_s;
+        work.replayed += one->work.replayed;
+        work.launched += one->work.launched;
+      }
     }
+    write_stats(stats, counts);
     stream_->flush(counts);
+  }
+
+  absl::StatusOr<std::unique_ptr<EncodeService>> make_encoder(std::unique_ptr<EncodeEngine> engine,
+                                                              const std::string& name, int64_t bytes) {
+    TransferSourceOptions source;
+    source.name = name;
+    source.epoch = options_.epoch;
+    source.token = options_.token;
+    source.clock = &clock_;
+    source.arena_bytes = bytes;
+    PARVL_ASSIGN_OR_RETURN(auto outputs, TransferSource::start(source));
+    return std::make_unique<EncodeService>(std::move(engine), std::move(outputs), *sink_, *stream_);
+  }
+
+  // Memory that its engine was promised is not there for the encoder, whether it was used already or not.
+  int64_t room_for_encoder(const EngineOptions& options) const {
+    const int64_t promised = generates_->engine().memory_bytes();
+    int64_t room = std::numeric_limits<int64_t>::max();
+    if (options.load.memory_limit_bytes > 0) room = options.load.memory_limit_bytes - promised;
+    if (options.load.device == "cpu") {
+      room = std::min(room, available_bytes() - std::max<int64_t>(0, promised - resident_bytes()));
+    }
+    return std::max<int64_t>(1, room);
+  }
+
+  // The rest is on the adding thread, one after the other.
+  absl::Status add_encoder(const wire::Assign& assign) {
+    if (generates_ == nullptr) return absl::FailedPreconditionError("there is nothing here to add the encoder to");
+    {
+      std::lock_guard lock(encoder_mutex_);
+      if (encodes_ != nullptr) return absl::FailedPreconditionError("the encoder is here already");
+    }
+    EngineOptions options = read_options(assign);
+    options.hooks = hooks();
+    options.load.memory_limit_bytes = room_for_encoder(options);
+    PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.encoder(assign.model_dir(), options));
+    PARVL_RETURN_IF_ERROR(warm_up(*engine, assign.model_dir()));
+    // No two sources of a process have the same name.
+    const std::string name = absl::StrCat(instance_name(InstanceId{options_.instance}), "-added-", ++added_);
+    PARVL_ASSIGN_OR_RETURN(auto service, make_encoder(std::move(engine), name, assign.transfer_bytes()));
+    std::lock_guard lock(encoder_mutex_);
+    encodes_ = std::move(service);
+    return absl::OkStatus();
+  }
+
+  void tell_added(const absl::Status& status) {
+    wire::Said said;
+    write_failure(status, *said.mutable_added());
+    say(std::move(said));
+  }
+
+  void give_back() {
+    std::unique_ptr<EncodeService> service;
+    {
+      std::lock_guard lock(encoder_mutex_);
+      if (encodes_ == nullptr) return;
+      const EncodeStats stats = encodes_->engine().stats();
+      given_back_.busy_s += stats.busy_s;
+      given_back_.work.replayed += stats.work.replayed;
+      given_back_.work.launched += stats.work.launched;
+      service = std::move(encodes_);
+    }
+    service.reset();  // without the mutex, which its threads take
   }
 
   absl::Status take_on(const wire::Assign& assign) {
@@ -164,16 +266,12 @@ class Worker {
     wire::Loaded& loaded = *said.mutable_loaded();
     if (assign.encodes_alone()) {
       PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.encoder(assign.model_dir(), options));
-      TransferSourceOptions source;
-      source.name = instance_name(InstanceId{options_.instance});
-      source.epoch = options_.epoch;
-      source.token = options_.token;
-      source.clock = &clock_;
-      source.arena_bytes = assign.transfer_bytes();
-      PARVL_ASSIGN_OR_RETURN(auto outputs, TransferSource::start(source));
       loaded.set_max_running(engine->max_images());
       loaded.set_device(engine->device_name());
-      encodes_ = std::make_unique<EncodeService>(std::move(engine), std::move(outputs), *sink_, *stream_);
+      const std::string name = instance_name(InstanceId{options_.instance});
+      PARVL_ASSIGN_OR_RETURN(auto service, make_encoder(std::move(engine), name, assign.transfer_bytes()));
+      std::lock_guard lock(encoder_mutex_);
+      encodes_ = std::move(service);
     } else {
       PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.engine(assign.model_dir(), options));
       loaded.set_max_running(engine->max_running());
@@ -215,7 +313,11 @@ class Worker {
   std::unique_ptr<TransferSink> sink_;
   std::unique_ptr<StreamClient> stream_;
   std::unique_ptr<GenerateService> generates_;
+  std::mutex encoder_mutex_;
   std::unique_ptr<EncodeService> encodes_;
+  EncodeStats given_back_;
+  int64_t added_ = 0;  // encoders so far, beside the engine
+  JobThread adding_;   // what takes seconds, while the engine goes on; last: it uses all of the above
 };
 
 }  // namespace

@@ -21,7 +21,8 @@ struct WorkerOptions {
   std::function<void(const absl::Status&)> on_gone;
 };
 
-// What loads the modules that it is assigned, from a model directory.
+// What loads the modules that it is assigned, from a model directory. Of a second assignment, beside an engine, the
+// encoder on a thread of its own.
 struct WorkerLoaders {
   std::function<absl::StatusOr<std::unique_ptr<Engine>>(const std::string& dir, const EngineOptions&)> engine;
   std::function<absl::StatusOr<std::unique_ptr<EncodeEngine>>(const std::string& dir, const EngineOptions&)> encoder;
