@@ -18,7 +18,7 @@ struct ExecutorOptions {
   // backbone is recorded.
   std::unique_ptr<EngineRanks> ranks;
   int64_t micro_batch_tokens = 0;  // see EngineOptions
-  EngineHooks hooks;  // those of encodings; the others are the engine's
+  EngineHooks hooks;               // those of encodings; the others are the engine's
 };
 
 // Takes the model; KV memory for the scheduler's blocks is set aside here (on the CPU the system gives it page by page

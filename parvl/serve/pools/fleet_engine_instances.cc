@@ -184,8 +184,10 @@ void FleetEngine::act(const InstanceOrder& order) {
       log_info(name, " takes on the vision encoder beside its modules, since no instance of ",
                options_.fleet.pools[*encoders_].name, " is ready");
       EngineOptions options = options_.engines[*encoders_];
-      options.load.device = options_.engines[pool_index].load.device;
-      options.load.memory_limit_bytes = options_.engines[pool_index].load.memory_limit_bytes;
+      const LoadOptions& own = options_.engines[pool_index].load;
+      if (own.device != options.load.device) options.load.shared_weights.clear();
+      options.load.device = own.device;
+      options.load.memory_limit_bytes = own.memory_limit_bytes;
       return assign(order.instance, options, true);
     }
     case Kind::kGiveBack:
