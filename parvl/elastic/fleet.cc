@@ -179,6 +179,7 @@ std::optional<RequestEvent> Fleet::apply(RequestId id, Request& request, const R
       request.pending_tokens = std::max<int64_t>(0, request.what.needs.prompt_tokens - cached);
       ++instance.generations;
       instance.pending_tokens += request.pending_tokens;
+      instance.pending_prompts += request.pending_tokens > 0 ? 1 : 0;
       instance.prefixes.add(request.what.chain);
       break;
     }
@@ -254,6 +255,7 @@ std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAct
     load.id = instance->id;
     load.open = true;
     load.pending_tokens = instance->pending_tokens;
+    load.decoding = instance->generations - instance->pending_prompts;
     load.running = instance->generations;
     load.max_running = instance->room.max_running;
     load.free_kv_tokens = instance->free_kv_tokens - instance->pending_tokens;

@@ -30,6 +30,7 @@ struct Fleet::Instance {
   int64_t free_kv_tokens = 0;  // as it said last
   int64_t generations = 0, encodings = 0, held = 0;
   int64_t pending_tokens = 0, pending_patches = 0;  // sent there, and not computed yet
+  int64_t pending_prompts = 0;                      // of which the tokens are
   AddedEncoder added = AddedEncoder::kNone;
   double added_until_s = kNever;   // kAdding: by when it must be done
   double unused_since_s = kNever;  // kEncodes: while it is not needed
@@ -68,7 +69,10 @@ struct Fleet::Request {
            std::any_of(holding.begin(), holding.end(), is_it);
   }
   void computed_prompt() {
-    if (generating != nullptr) generating->pending_tokens -= pending_tokens;
+    if (generating != nullptr && pending_tokens > 0) {
+      generating->pending_tokens -= pending_tokens;
+      --generating->pending_prompts;
+    }
     pending_tokens = 0;
   }
   void leave_generation() {

@@ -25,8 +25,9 @@ std::optional<InstanceId> route_generation(std::span<const InstanceLoad> instanc
   return least(instances, [&](const InstanceLoad& instance) {
     const int64_t cached = std::min(instance.cached_tokens, needs.prompt_tokens);
     const bool waits = instance.running >= instance.max_running || instance.free_kv_tokens + cached < needs.kv_tokens;
-    const int64_t tokens = instance.pending_tokens + needs.prompt_tokens - cached;
-    const double seconds = costs.token_s * static_cast<double>(tokens) +
+    const auto own = static_cast<double>(needs.prompt_tokens - cached);
+    const double pauses = costs.pause * own * static_cast<double>(instance.decoding);
+    const double seconds = costs.token_s * (static_cast<double>(instance.pending_tokens) + own + pauses) +
                            costs.patch_s * static_cast<double>(instance.pending_patches) +
                            costs.running_s * static_cast<double>(instance.running);
     return std::tuple(waits, seconds);

@@ -15,6 +15,7 @@ struct InstanceLoad {
   bool open = false;           // requests may go there
   int64_t pending_tokens = 0;  // of prompts that were sent there and are not computed yet
   int64_t running = 0;         // generations
+  int64_t decoding = 0;        // those of them whose prompt is computed
   int64_t max_running = 1;
   int64_t free_kv_tokens = 0;   // whose keys and values would find room, those of evictable prefixes included
   int64_t pending_patches = 0;  // of images that were sent there and are not encoded yet
@@ -26,6 +27,8 @@ struct InstanceLoad {
 struct RouterCosts {
   // Seconds; only their ratios matter. A generation's share of a step slows those beside it.
   double token_s = 1e-4, patch_s = 2e-5, running_s = 2e-2;
+  // How much a pause in an answer that somebody reads weighs against the same wait before one begins.
+  double pause = 2;
 };
 
 struct GenerationNeeds {
@@ -33,9 +36,9 @@ struct GenerationNeeds {
   int64_t kv_tokens = 0;  // prompt and the most that may be generated
 };
 
-// The open instance that is likely to give the first token soonest: what is before it, what of its own prompt is not
-// cached, and the generations beside it. One that is full or lacks KV memory comes after all that are not. The lowest
-// id among equals; nullopt when none is open.
+// The open instance where all together wait least: this request for what is before it, for what of its own prompt is
+// not cached and for the generations beside it; and those that decode there, for that prompt. One that is full or lacks
+// KV memory comes after all that are not. The lowest id among equals; nullopt when none is open.
 std::optional<InstanceId> route_generation(std::span<const InstanceLoad> instances, const GenerationNeeds& needs,
                                            const RouterCosts& costs = {});
 

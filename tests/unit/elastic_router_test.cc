@@ -39,6 +39,14 @@ TEST(Router, Generations) {
       {"a prefix is not worth a long line",
        {with(idle(1), &I::running, 1), with(with(idle(2), &I::cached_tokens, 900), &I::pending_tokens, 4000)},
        1},
+      {"a line is better than to hold an answer up",
+       {with(with(idle(1), &I::running, 1), &I::decoding, 1),
+        with(with(idle(2), &I::running, 1), &I::pending_tokens, 1900)},
+       2},
+      {"but not a long one",
+       {with(with(idle(1), &I::running, 1), &I::decoding, 1),
+        with(with(idle(2), &I::running, 1), &I::pending_tokens, 2100)},
+       1},
       {"a full one comes last", {with(idle(1), &I::running, 8), with(idle(2), &I::pending_tokens, 9000)}, 2},
       {"one without memory comes last",
        {with(idle(1), &I::free_kv_tokens, 100), with(idle(2), &I::pending_tokens, 9000)},
@@ -81,6 +89,7 @@ RC_GTEST_PROP(RouterProperty, ChoosesByLoadAlone, ()) {
     InstanceLoad load = idle(i);
     load.open = *rc::gen::arbitrary<bool>();
     load.running = *rc::gen::inRange(0, 10);
+    load.decoding = *rc::gen::inRange<int64_t>(0, load.running + 1);
     load.pending_tokens = *rc::gen::inRange(0, 5000);
     load.free_kv_tokens = *rc::gen::inRange(0, 4000);
     load.cached_tokens = *rc::gen::inRange(0, 1200);
