@@ -12,10 +12,10 @@ struct RankFlags {
   std::string ring;
 };
 
-absl::Status run(const RankFlags& flags) {
+absl::Status run(const RankFlags& flags, const Clock& clock) {
   PARVL_ASSIGN_OR_RETURN(const auto steps, RingReader::open(flags.ring, flags.gloo.rank - 1));
   PARVL_ASSIGN_OR_RETURN(const auto communicator, make_gloo_communicator(flags.gloo));
-  return run_engine_rank(*communicator, *steps);
+  return run_engine_rank(*communicator, *steps, clock);
 }
 
 }  // namespace
@@ -28,7 +28,7 @@ void add_rank_command(CLI::App& app, Context& context) {
   command->add_option("--ranks", flags->gloo.world, "How many there are")->required();
   command->add_option("--ring", flags->ring, "Where the first rank's steps are")->required();
   command->add_option("--port", flags->gloo.port, "Where the ranks meet")->required();
-  run_with(*command, context, [flags] { return run(*flags); });
+  run_with(*command, context, [flags, &context] { return run(*flags, context.clock); });
 }
 
 }  // namespace parvl

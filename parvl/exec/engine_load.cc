@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include "parvl/base/check.h"
 #include "parvl/base/log.h"
 #include "parvl/exec/backbone_step.h"
 #include "parvl/exec/encode_queue.h"
+#include "parvl/exec/encoder_ranks.h"
 #include "parvl/exec/engine_ranks.h"
 #include "parvl/exec/rank_setup.h"
 #include "parvl/exec/record_file.h"
@@ -36,7 +38,7 @@ int64_t kv_bytes(const LoadedFiles& files, const BackboneRank& rank, int64_t blo
 
 // Before the weights are there: says what does not fit of what one rank holds.
 absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const EngineOptions& options,
-                                          const HeldModules& held, const BackboneRank& rank = {}) {
+                                          const BackboneRank& rank = {}) {
   ServingSettings settings;
   settings.dtype = files.dtype;
   settings.max_model_len = files.max_model_len;
@@ -48,7 +50,7 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   settings.max_patches = largest_image(files);
   if (files.device.is_cuda() && settings.max_patches > 0) settings.encode_patches = kEncodePatches;
   settings.prefix_caching = options.prefix_caching;
-  settings.held = held;
+  settings.held = files.held;
   settings.rank = rank;
   settings.samples = !rank.stage || (rank.rank == 0 && rank.stage->embedding);
   MemoryThere there = memory_there(files, options.load);
@@ -59,21 +61,20 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   return plan_serving_memory(files.model->spec(), settings, there);
 }
 
-// Of the first rank, with as many blocks as all have room for: of a stage all ranks hold as much, but that the first of
-// all holds the encoder too.
+// Of the first rank, with as many blocks as all have room for. The ranks of a stage hold as much, but that the first of
+// all keeps what was encoded and chooses the tokens.
 absl::StatusOr<ServingMemory> plan_ranks(const LoadedFiles& files, const EngineOptions& options) {
   const ModelSpec& spec = files.model->spec();
   PARVL_RETURN_IF_ERROR(check_tensor_ranks(spec, {"llm_backbone"}, options.tensor_ranks, "--tensor-parallel-size"));
   PARVL_RETURN_IF_ERROR(
       check_stages(spec.backbone.layers, "llm_backbone", options.pipeline_stages, "--pipeline-parallel-size"));
   if (options.ranks() > kMaxRingReaders + 1) return invalid("more than ", kMaxRingReaders + 1, " ranks");
-  if (options.ranks() == 1) return plan_memory(files, options, files.held);
+  if (options.ranks() == 1) return plan_memory(files, options);
   PARVL_ASSIGN_OR_RETURN(const auto stages, split_layers(spec.backbone.layers, options.pipeline_stages));
   ServingMemory out;
   for (const StagePart& stage : stages) {
     const BackboneRank rank{options.tensor_ranks, 0, stage};
-    const HeldModules held = stage.embedding ? files.held : HeldModules{false, true};
-    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options, held, rank));
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options, rank));
     if (stage.embedding) out = memory;
     out.num_blocks = std::min(out.num_blocks, memory.num_blocks);
   }
@@ -104,6 +105,7 @@ absl::StatusOr<SchedulerConfig> scheduler_config(const LoadedFiles& files, const
   config.encoder_cache_bytes = memory.encoder_cache;
   config.prefix_caching = options.prefix_caching;
   config.num_blocks = memory.num_blocks;
+  for (int64_t& budget : config.encode_budget) budget *= options.ranks();  // each encodes
   PARVL_RETURN_IF_ERROR(check_encoder_cache(files, options.encoder_cache_bytes));
   PARVL_RETURN_IF_ERROR(validate(config));
   return config;
@@ -135,20 +137,43 @@ absl::StatusOr<std::unique_ptr<EngineRanks>> start_ranks(LoadedFiles& files, con
   PARVL_CHECK(out->size() == options.ranks(), "another number of ranks was started");
   const absl::Status status = catch_exceptions("the other ranks cannot be told what to load", [&] {
     out->send(to_message(setup));
-    return cut_backbone(files, out->communicator(), options.pipeline_stages);
+    PARVL_RETURN_IF_ERROR(cut_backbone(files, out->communicator(), options.pipeline_stages));
+    if (!setup.encodes) return absl::OkStatus();
+    PARVL_ASSIGN_OR_RETURN(auto encoders, EncoderLinks::connect(out->communicator()));
+    out->set_encoders(std::move(encoders));
+    return absl::OkStatus();
   });
   PARVL_RETURN_IF_ERROR(status);
   out->set_groups(files.ranks);
   return out;
 }
 
+// Encodes what comes through the link (null: nothing does) beside the steps.
+class EncoderThread {
+ public:
+  EncoderThread(const LoadedFiles& files, const Clock& clock, std::shared_ptr<EncoderLinks> link, bool record)
+      : link_(std::move(link)) {
+    if (link_ == nullptr) return;
+    thread_ = std::thread([&files, &clock, this, record] { run_encoder_rank(files, clock, *link_, record); });
+  }
+  ~EncoderThread() {
+    if (link_ == nullptr) return;
+    link_->close();
+    thread_.join();
+  }
+
+ private:
+  const std::shared_ptr<EncoderLinks> link_;
+  std::thread thread_;
+};
+
 }  // namespace
 
-absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, std::shared_ptr<Startup> startup) {
+absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, const Clock& clock) {
   PARVL_ASSIGN_OR_RETURN(const std::string message, steps.read());
   PARVL_ASSIGN_OR_RETURN(RankSetup setup, read_setup(message));
   setup.options.load.modules = {"llm_backbone"};
-  setup.options.load.startup = std::move(startup);
+  if (setup.encodes) setup.options.load.modules = {"vision_encoder", "projector", "llm_backbone"};
   setup.options.load.rank = communicator.rank();
   return catch_exceptions("a rank of the engine failed", [&]() -> absl::Status {
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(setup.dir, setup.options.load));
@@ -156,11 +181,16 @@ absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, std:
     PARVL_RETURN_IF_ERROR(cut_backbone(files, communicator, setup.options.pipeline_stages));
     if (files.device.is_cuda()) {  // of the CPU's memory the first rank has found enough for all
       setup.options.kv_cache_bytes = kv_bytes(files, files.rank, setup.num_blocks);
-      PARVL_RETURN_IF_ERROR(plan_memory(files, setup.options, files.held, files.rank).status());
+      PARVL_RETURN_IF_ERROR(plan_memory(files, setup.options, files.rank).status());
+    }
+    std::shared_ptr<EncoderLinks> link;
+    if (setup.encodes) {
+      PARVL_ASSIGN_OR_RETURN(link, EncoderLinks::connect(communicator));
     }
     PARVL_RETURN_IF_ERROR(load_weights(files, setup.dir, setup.options.load));
     BackboneRunner runner(files, setup.num_blocks, KvPages::kBlockSize);
     use_own_stream(files.device);
+    const EncoderThread encoder(files, clock, link, !setup.options.enforce_eager);
     for (;;) {
       const auto next = steps.read();
       if (!next.ok()) return absl::OkStatus();
@@ -182,7 +212,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     if (!files.held.backbone) return invalid("an engine that answers requests must hold the llm_backbone");
     PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_ranks(files, options));
     PARVL_ASSIGN_OR_RETURN(config.scheduler, scheduler_config(files, options, memory));
-    RankSetup setup{dir, options, memory.num_blocks};
+    RankSetup setup{dir, options, memory.num_blocks, files.held.encoder && files.prompts->has_images()};
     setup.options.load.device = files.device.is_cuda() ? "cuda" : "cpu";
     PARVL_ASSIGN_OR_RETURN(auto ranks, start_ranks(files, options, setup));
     PARVL_RETURN_IF_ERROR(load_weights(files, dir, options.load));
@@ -217,7 +247,7 @@ absl::StatusOr<std::unique_ptr<EncodeEngine>> load_encode_engine(const std::stri
     PARVL_ASSIGN_OR_RETURN(LoadedFiles files, read_files(dir, load));
     if (files.held.backbone) return invalid("an engine that only encodes must not hold the llm_backbone");
     if (!files.prompts->has_images()) return invalid("there are no images to encode: ", files.prompts->why_no_images());
-    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options, files.held));
+    PARVL_ASSIGN_OR_RETURN(const ServingMemory memory, plan_memory(files, options));
     PARVL_RETURN_IF_ERROR(load_weights(files, dir, load));
     log_info("weights of the encoder: ", bytes_text(memory.weights), " on ", device_text(files.device),
              "; encoding takes up to ", bytes_text(memory.encode), " more");

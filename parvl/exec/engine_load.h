@@ -30,7 +30,7 @@ struct EngineOptions {
   EngineHooks hooks;
   // The LLM is cut into so many stages of layers, and each of these over so many ranks. With several ranks in all
   // `start_ranks` must be there, which starts the others once the directory and the memory are found to be in order.
-  // The encoder is whole on the first rank. On the CPU the ranks share its memory.
+  // The encoder is whole on each of them, and each encodes other images. On the CPU the ranks share its memory.
   int64_t tensor_ranks = 1, pipeline_stages = 1;
   int64_t ranks() const { return tensor_ranks * pipeline_stages; }
   int64_t micro_batch_tokens = 0;  // the fewest of what goes through a pipeline by itself; 0: by the device
@@ -45,10 +45,11 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
                                                     const Clock& clock);
 
 // What every other rank of an engine does: loads its part of the model that the first one's first message names, and
-// computes steps until the first one closes the ring. `communicator`: of all ranks, as this one. OK when the ring was
+// computes steps until the first one closes the ring; meanwhile it encodes images that the first one gives it.
+// `communicator`: of all ranks, as this one. OK when the ring was
 // closed; the error of a part that cannot be loaded or a step that failed: then this rank is of no use, and its process
 // ends.
-absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, std::shared_ptr<Startup> startup = nullptr);
+absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, const Clock& clock);
 
 // The vision encoder and the projector alone, which LoadOptions::modules may leave to be said. Of the limits,
 // `max_seqs` is that of the images that are here at once; of the hooks, those of encodings and of turns are called.

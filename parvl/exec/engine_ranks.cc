@@ -42,6 +42,7 @@ void EngineRanks::lose(const absl::Status& why) {
     health_ = absl::UnavailableError(why.message());
     loading = groups_ == nullptr;
     if (groups_ != nullptr) groups_->abort(std::string(why.message()));
+    if (groups_ != nullptr && encoders_ != nullptr) encoders_->close();
   }
   lost_.notify_all();
   parts_.steps->close();

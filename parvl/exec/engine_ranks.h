@@ -9,12 +9,14 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "parvl/base/status.h"
 #include "parvl/comm/communicator.h"
 #include "parvl/comm/ring/shared_ring.h"
 #include "parvl/exec/backbone_ranks.h"
+#include "parvl/exec/encoder_links.h"
 
 namespace parvl {
 
@@ -40,6 +42,9 @@ class EngineRanks {
   Communicator& communicator() { return *parts_.communicator; }
   // Whose calls end when a rank is lost, as far as their backend can.
   void set_groups(std::shared_ptr<BackboneRanks> groups);
+  // To the other ranks' encoders, before set_groups; null: they have none. They are closed when a rank is lost.
+  void set_encoders(std::shared_ptr<EncoderLinks> encoders) { encoders_ = std::move(encoders); }
+  const std::shared_ptr<EncoderLinks>& encoders() const { return encoders_; }
 
   // One thread. To all other ranks, in order. Throws std::runtime_error with why they cannot be reached.
   void send(std::string_view message);
@@ -59,6 +64,7 @@ class EngineRanks {
   std::condition_variable lost_;
   absl::Status health_;
   std::shared_ptr<BackboneRanks> groups_;  // the communicator's
+  std::shared_ptr<EncoderLinks> encoders_;
 };
 
 }  // namespace parvl

@@ -15,6 +15,8 @@ std::string to_message(const RankSetup& setup) {
               {"max_seqs", setup.options.max_seqs},
               {"max_batched_tokens", setup.options.max_batched_tokens},
               {"pipeline_stages", setup.options.pipeline_stages},
+              {"enforce_eager", setup.options.enforce_eager},
+              {"encodes", setup.encodes},
               {"num_blocks", setup.num_blocks},
               {"shared_weights", load.shared_weights}}
       .dump();
@@ -28,6 +30,8 @@ absl::StatusOr<RankSetup> read_setup(const std::string& message) {
   PARVL_ASSIGN_OR_RETURN(load.device, json_value<std::string>(json, "device", ""));
   PARVL_ASSIGN_OR_RETURN(load.dtype, json_value<std::string>(json, "dtype", ""));
   PARVL_ASSIGN_OR_RETURN(const double share, json_value<double>(json, "memory_utilization", 0));
+  PARVL_ASSIGN_OR_RETURN(out.options.enforce_eager, json_value<bool>(json, "enforce_eager", false));
+  PARVL_ASSIGN_OR_RETURN(out.encodes, json_value<bool>(json, "encodes", false));
   if (share > 0) load.memory_utilization = share;
   for (const auto& [name, value] :
        {std::pair("max_model_len", &load.max_model_len), std::pair("memory_limit_bytes", &load.memory_limit_bytes),

@@ -11,6 +11,7 @@ struct RankSetup {
   std::string dir;         // of the model
   EngineOptions options;   // of what is loaded, and of a step's size
   int64_t num_blocks = 0;  // of KV memory
+  bool encodes = false;    // each rank holds the encoder too
 };
 
 std::string to_message(const RankSetup& setup);

@@ -12,7 +12,7 @@
 #include "parvl/base/job_thread.h"
 #include "parvl/exec/backbone_step.h"
 #include "parvl/exec/decode_graphs.h"
-#include "parvl/exec/encode_queue.h"
+#include "parvl/exec/encoder_ranks.h"
 #include "parvl/exec/request_images.h"
 #include "parvl/exec/sampler.h"
 #include "parvl/media/grammar.h"
@@ -65,7 +65,8 @@ class TorchExecutor : public ModelExecutor {
                             : files_.device.is_cuda()      ? kGpuMicroBatch
                                                            : kCpuMicroBatch),
         runner_(files_, config.num_blocks, config.block_size),
-        encodes_(files_, clock, {.on_encode = options.hooks.on_encode, .on_encoded = options.hooks.on_encoded}) {
+        encodes_(files_, clock, ranks_ == nullptr ? nullptr : ranks_->encoders(),
+                 [this](const absl::Status& why) { return ranks_->lose_for(why); }) {
     if (!files_.device.is_cuda()) return;
     if (options.startup != nullptr) options.startup->begin("graphs");
     // One after the other, since PyTorch's random state takes part in a recording.
@@ -115,7 +116,9 @@ class TorchExecutor : public ModelExecutor {
 
   void submit(const SchedulerOutput& output) override {
     for (const SlotId slot : output.evicted) slots_.erase(slot);
-    for (const EncodeWork& work : output.encodes) start_encode(work);
+    std::vector<EncodeQueue::Item> images;
+    for (const EncodeWork& work : output.encodes) images.push_back(encoding(work));
+    encodes_.submit(std::move(images));
     if (output.sequences.empty()) return;
     auto items = std::make_shared<std::vector<StepItem>>();
     for (const SequenceWork& work : output.sequences) {
@@ -146,7 +149,7 @@ class TorchExecutor : public ModelExecutor {
     notify_();
   }
 
-  void start_encode(const EncodeWork& work) {
+  EncodeQueue::Item encoding(const EncodeWork& work) {
     const RequestState& state = *states_.at(work.id);
     const size_t item = static_cast<size_t>(work.item);
     const auto image = static_cast<size_t>(state.prompt->media[item].image_index);
@@ -162,7 +165,7 @@ class TorchExecutor : public ModelExecutor {
       done.visual = std::move(encoded.visual);
       report(std::move(done));
     };
-    encodes_.submit({work.slot.value, state.prompt->images[image], state.sources[item], on_done});
+    return {work.slot.value, state.prompt->images[image], state.sources[item], on_done};
   }
 
   // On the backbone's thread.
@@ -362,7 +365,7 @@ class TorchExecutor : public ModelExecutor {
   std::deque<Computed> done_;
   std::function<void()> notify_;
   JobThread grammar_, backbone_;  // last: they use all of the above until they are joined
-  EncodeQueue encodes_;
+  EncoderRanks encodes_;
 };
 
 }  // namespace

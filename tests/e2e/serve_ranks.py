@@ -9,7 +9,7 @@ import tempfile
 import time
 import unittest
 
-from pools_common import LONG, Answer, Pools
+from pools_common import LONG, Answer, Pools, Waiting
 from serve_common import MODEL, PARVL, Server, ask, data_uri, need_model, png
 
 TWO_INSTANCES = """
@@ -65,7 +65,9 @@ class Ranks(unittest.TestCase):
     def setUpClass(cls):
         need_model()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        cls.asked = {"picture": ask("what is in the picture?", data_uri(png())), "text": ask("what is it?")}
+        # More pictures than ranks, of several sizes: they are dealt out over the ranks' encoders.
+        pictures = [data_uri(png(64 + 28 * i, 64, (40 * i, 200, 30))) for i in range(4)]
+        cls.asked = {"picture": ask("what is in the picture?", data_uri(png())), "pictures": ask("what is in them?", *pictures), "text": ask("what is it?")}
         with Server("--dtype", "float32", *SMALL) as one:
             cls.want = {name: Answer(one, messages, **LONG).read_all() for name, messages in cls.asked.items()}
 
@@ -151,6 +153,21 @@ class Ranks(unittest.TestCase):
                     self.assert_same(answer.read_all(), self.want[name])
                     self.assertRegex(answer.usage["ran_on"]["llm_backbone"], rf"^instance {number}, then \d of llm-pool$")
                     server.wait_for(lambda: server.ready_in("llm-pool") == 2)
+        finally:
+            self.assertEqual(server.stop(), 0)
+
+    def test_images_of_a_rank_that_dies_are_encoded_elsewhere(self):
+        server = Pools(TWO_INSTANCES, *SMALL)
+        try:
+            holder = Answer(server, self.asked["text"], **{**LONG, "max_tokens": 1}).read_all().usage["ran_on"]["llm_backbone"]
+            rank = ranks_of(server.instances()[int(re.search(r"instance (\d+)", holder).group(1))][1])[0]
+            os.kill(rank, signal.SIGSTOP)  # whatever it is given to encode stays undone
+            answers = [Waiting(server, self.asked["pictures"], **LONG) for _ in range(2)]
+            server.wait_for(lambda: server.figure("vllm:num_requests_running") >= 1)
+            os.kill(rank, signal.SIGKILL)
+            for answer in answers:
+                self.assert_same(answer.result(), self.want["pictures"])
+            server.wait_all_ready()
         finally:
             self.assertEqual(server.stop(), 0)
 

@@ -22,7 +22,7 @@ class RankThreads {
     for (size_t i = 0; i < communicators_.size(); ++i) {
       threads_.emplace_back([this, ring, i] {
         auto steps = RingReader::open(ring, static_cast<int64_t>(i));
-        ends_[i] = steps.ok() ? run_engine_rank(*communicators_[i], **steps) : steps.status();
+        ends_[i] = steps.ok() ? run_engine_rank(*communicators_[i], **steps, clock_) : steps.status();
       });
     }
   }
@@ -35,6 +35,7 @@ class RankThreads {
  private:
   std::vector<std::unique_ptr<Communicator>> communicators_;
   std::vector<absl::Status> ends_;
+  const RealClock clock_;
   std::vector<std::thread> threads_;
 };
 

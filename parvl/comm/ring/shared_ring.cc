@@ -67,6 +67,12 @@ bool has_ended(int process) {
   return process < 0 || ::poll(&look, 1, 0) != 0;
 }
 
+void close_ring(RingMemory& memory) {
+  memory.closed.store(1, std::memory_order_release);
+  change(memory.written);
+  change(memory.taken);  // a write that waits
+}
+
 size_t mapped_bytes(int64_t bytes) { return sizeof(RingMemory) + static_cast<size_t>(bytes); }
 
 void* map(int descriptor, int64_t bytes) {
@@ -118,11 +124,8 @@ std::vector<int64_t> RingWriter::processes() const {
   return out;
 }
 
-void RingWriter::close() {
-  memory_->closed.store(1, std::memory_order_release);
-  change(memory_->written);
-  change(memory_->taken);  // a write that waits
-}
+void RingWriter::close() { close_ring(*memory_); }
+void RingReader::close() { close_ring(*memory_); }
 
 absl::Status RingWriter::write(std::string_view message) {
   if (static_cast<int64_t>(message.size()) > kMaxRingMessage) {

@@ -58,6 +58,8 @@ class RingReader {
 
   // One thread. The next message; waits for it. Unavailable once all was read and the writer has closed, or has died.
   absl::StatusOr<std::string> read();
+  // Any thread. Closes the ring for both ends, as the writer's close does.
+  void close();
 
  private:
   RingReader(RingMemory* memory, int64_t bytes, int64_t reader, int writer);

@@ -52,9 +52,8 @@ ServingMemory plan(const ModelSpec& spec, const ServingSettings& s, const Memory
   if (!s.held.backbone) return out;  // features go where the caller wants them, and are not kept
   const int64_t left = std::max<int64_t>(0, there.bytes - out.total());
   const int64_t one_image = visual_bytes(spec, s.dtype, s.max_patches);
-  out.encoder_cache = s.encoder_cache_bytes > 0 ? s.encoder_cache_bytes
-                      : spec.vision             ? std::max(one_image, std::min(left / 8, kMaxDefaultEncoderCache))
-                                                : 0;
+  const int64_t by_itself = spec.vision ? std::max(one_image, std::min(left / 8, kMaxDefaultEncoderCache)) : 0;
+  out.encoder_cache = !s.samples ? 0 : s.encoder_cache_bytes > 0 ? s.encoder_cache_bytes : by_itself;
   const int64_t block = block_bytes(spec, s), needed = blocks_needed(s);
   const int64_t free = std::max<int64_t>(0, there.bytes - out.total());
   const int64_t useful = std::max<int64_t>(1, s.max_seqs) * needed * (s.prefix_caching ? kPrefixShare : 1);

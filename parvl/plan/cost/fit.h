@@ -23,8 +23,9 @@ struct ServingSettings {
   // Without the backbone there are neither steps nor KV memory; without the encoder nothing is encoded, but features
   // come from elsewhere, and the encoder cache keeps them.
   HeldModules held;
-  BackboneRank rank;    // which part of the backbone
-  bool samples = true;  // it chooses the tokens: the first of the backbone's ranks
+  BackboneRank rank;  // which part of the backbone
+  // It chooses the tokens, and keeps encoded images: the first of the backbone's ranks.
+  bool samples = true;
 };
 
 // The memory that the model lies in.
