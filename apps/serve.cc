@@ -182,7 +182,7 @@ void tell_lost(const absl::Status& why, bool loading) {
 // In this process, and those of its other ranks.
 absl::StatusOr<std::unique_ptr<Engine>> load_here(EngineOptions engine, const std::string& dir,
                                                   const Context& context) {
-  engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.ranks(), tell_lost});
+  use_rank_processes(engine, {.program = context.program_folder + "/parvl", .on_lost = tell_lost}, context.clock);
   PARVL_ASSIGN_OR_RETURN(auto out, load_engine(dir, engine, context.clock));
   engine.load.startup->begin("warm-up");
   PARVL_RETURN_IF_ERROR(warm_up(*out));

@@ -129,7 +129,7 @@ absl::Status check_servable(const PlacementPlan& plan) {
                                                    " is not available yet", instead));
     }
     for (const PlacedModule& placed : pool.modules) {
-      // Over the devices of an instance the LLM is cut by tensors and layers; its encoder is whole, on the first.
+      // Over the devices of an instance the LLM is cut by tensors and layers; its encoder is whole, on each.
       const ModuleLayout& layout = placed.layout;
       const bool llm = placed.module == ModuleName::kBackbone, data = layout.tp * layout.pp * layout.sp == 1;
       if (llm ? layout.tp * layout.pp == layout.product() : data && pool.role == PoolRole::kLlm) continue;

@@ -33,8 +33,11 @@ absl::Status run(WorkerOptions& options, const Context& context) {
     engine.load.startup = startup;
     // The gateway moves what an instance had once its process has ended.
     const auto gone = options.on_gone;
-    engine.start_ranks = rank_processes({context.program_folder + "/parvl", engine.ranks(),
-                                         [gone](const absl::Status& why, bool /*loading*/) { gone(why); }});
+    use_rank_processes(engine,
+                       {.program = context.program_folder + "/parvl",
+                        .on_lost = [gone](const absl::Status& why, bool /*loading*/) { gone(why); },
+                        .watch_steps = false},  // the gateway does
+                       context.clock);
     const Heartbeat heartbeat(startup);
     auto loaded = load(dir, engine, context.clock);
     if (loaded.ok()) startup->finish();

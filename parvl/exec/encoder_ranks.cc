@@ -63,19 +63,17 @@ std::vector<size_t> deal_images(absl::Span<const int64_t> patches, std::vector<i
   return out;
 }
 
-EncoderRanks::EncoderRanks(const LoadedFiles& files, const Clock& clock, std::shared_ptr<EncoderLinks> links,
-                           std::function<absl::Status(const absl::Status&)> on_broken)
+EncoderRanks::EncoderRanks(const LoadedFiles& files, const Clock& clock, OtherEncoders others, EngineHooks hooks)
     : files_(files),
       clock_(clock),
-      links_(std::move(links)),
-      on_broken_(std::move(on_broken)),
-      load_(1 + (links_ == nullptr ? 0 : links_->size())),
-      own_(files, clock) {
+      others_(std::move(others)),
+      load_(1 + (others_.links == nullptr ? 0 : others_.links->size())),
+      own_(files, clock, std::move(hooks)) {
   while (lanes_.size() + 1 < load_.size()) lanes_.push_back(std::make_unique<JobThread>());
 }
 
 EncoderRanks::~EncoderRanks() {
-  if (links_ != nullptr) links_->close();
+  if (others_.links != nullptr) others_.links->close();
 }
 
 void EncoderRanks::submit(std::vector<EncodeQueue::Item> items) {
@@ -110,13 +108,15 @@ void EncoderRanks::hand_over(size_t rank, EncodeQueue::Item item) {
 // On the link's lane.
 void EncoderRanks::encode_there(size_t link, const EncodeQueue::Item& item) {
   EncodeQueue::Done done{.start_s = clock_.now_seconds()};
+  const auto over = others_.watch ? others_.watch(item.image->num_patches()) : std::function<void()>();
   const absl::Status status = catch_exceptions("an image could not be encoded on another rank", [&]() -> absl::Status {
     PARVL_ASSIGN_OR_RETURN(done.visual, ask(link, item, done.status));
     return absl::OkStatus();
   });
   if (!status.ok())
-    done.status =
-        on_broken_(absl::Status(status.code(), absl::StrCat("the encoder of rank ", link + 1, ": ", status.message())));
+    done.status = others_.on_broken(
+        absl::Status(status.code(), absl::StrCat("the encoder of rank ", link + 1, ": ", status.message())));
+  if (over) over();
   done.end_s = clock_.now_seconds();
   item.on_done(std::move(done));
 }
@@ -125,8 +125,8 @@ void EncoderRanks::encode_there(size_t link, const EncodeQueue::Item& item) {
 absl::StatusOr<at::Tensor> EncoderRanks::ask(size_t link, const EncodeQueue::Item& item, absl::Status& failure) {
   const ProcessedImage& image = *item.image;
   const ImageHead head{image.grid_t, image.grid_h, image.grid_w, image.patch_floats, image.merge_size};
-  RingWriter& to = links_->to(link);
-  RingReader& from = links_->from(link);
+  RingWriter& to = others_.links->to(link);
+  RingReader& from = others_.links->from(link);
   PARVL_RETURN_IF_ERROR(to.write(bytes_of(head)));
   PARVL_RETURN_IF_ERROR(
       to.write({reinterpret_cast<const char*>(image.patches.data()), image.patches.size() * sizeof(float)}));

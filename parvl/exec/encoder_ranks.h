@@ -18,12 +18,18 @@ namespace parvl {
 // patches before it, the earlier of equals. `load`: the patches that each rank has already; they grow. Pure.
 std::vector<size_t> deal_images(absl::Span<const int64_t> patches, std::vector<int64_t>& load);
 
+// The other ranks', as the first one has them.
+struct OtherEncoders {
+  std::shared_ptr<EncoderLinks> links;  // null: there are none
+  // On any thread: a link broke, or what it says makes no sense. Gives what its images end with.
+  std::function<absl::Status(const absl::Status&)> on_broken;
+  std::function<std::function<void()>(int64_t patches)> watch;  // EngineOptions::watch_image
+};
+
 class EncoderRanks {
  public:
-  // `links` null: this rank alone. `on_broken`, on any thread: a link to another rank broke, or what it says makes no
-  // sense; gives what its images end with. Files, with their weights, and clock outlive this.
-  EncoderRanks(const LoadedFiles& files, const Clock& clock, std::shared_ptr<EncoderLinks> links,
-               std::function<absl::Status(const absl::Status&)> on_broken);
+  // Files, with their weights, and clock outlive this. `hooks`: of what is encoded on this rank.
+  EncoderRanks(const LoadedFiles& files, const Clock& clock, OtherEncoders others, EngineHooks hooks = {});
   ~EncoderRanks();  // closes the links
 
   // As EncodeQueue::start.
@@ -39,8 +45,7 @@ class EncoderRanks {
 
   const LoadedFiles& files_;
   const Clock& clock_;
-  const std::shared_ptr<EncoderLinks> links_;
-  const std::function<absl::Status(const absl::Status&)> on_broken_;
+  const OtherEncoders others_;
   std::mutex mutex_;
   std::vector<int64_t> load_;  // patches of each rank that are not done yet
   EncodeQueue own_;

@@ -231,6 +231,7 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     executing.ranks = std::move(ranks);
     executing.micro_batch_tokens = options.micro_batch_tokens;
     executing.hooks = options.hooks;
+    executing.watch_image = options.watch_image;
     auto executor = make_torch_executor(std::move(files), config.scheduler, clock, std::move(executing));
     out = std::make_unique<EngineLoop>(std::move(config), std::move(executor), clock);
     return absl::OkStatus();

@@ -33,6 +33,9 @@ struct EngineOptions {
   // The encoder is whole on each of them, and each encodes other images. On the CPU the ranks share its memory.
   int64_t tensor_ranks = 1, pipeline_stages = 1;
   int64_t ranks() const { return tensor_ranks * pipeline_stages; }
+  // Called, on any thread, when another rank is asked to encode so many patches, and what it gives back when that is
+  // over; empty: nobody watches.
+  std::function<std::function<void()>(int64_t patches)> watch_image;
   int64_t micro_batch_tokens = 0;  // the fewest of what goes through a pipeline by itself; 0: by the device
   std::function<absl::StatusOr<std::unique_ptr<EngineRanks>>()> start_ranks;
 };

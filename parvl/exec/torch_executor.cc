@@ -65,8 +65,8 @@ class TorchExecutor : public ModelExecutor {
                             : files_.device.is_cuda()      ? kGpuMicroBatch
                                                            : kCpuMicroBatch),
         runner_(files_, config.num_blocks, config.block_size),
-        encodes_(files_, clock, ranks_ == nullptr ? nullptr : ranks_->encoders(),
-                 [this](const absl::Status& why) { return ranks_->lose_for(why); }) {
+        encodes_(files_, clock, other_encoders(std::move(options.watch_image)),
+                 {.on_encode = options.hooks.on_encode, .on_encoded = options.hooks.on_encoded}) {
     if (!files_.device.is_cuda()) return;
     if (options.startup != nullptr) options.startup->begin("graphs");
     // One after the other, since PyTorch's random state takes part in a recording.
@@ -140,6 +140,11 @@ class TorchExecutor : public ModelExecutor {
 
  private:
   const Model& model() const { return *files_.model; }
+
+  OtherEncoders other_encoders(std::function<std::function<void()>(int64_t)> watch) {
+    if (ranks_ == nullptr) return {};
+    return {ranks_->encoders(), [this](const absl::Status& why) { return ranks_->lose_for(why); }, std::move(watch)};
+  }
 
   void report(Computed done) {
     {

@@ -1,6 +1,7 @@
 // The executor that computes on this process's device: one thread for steps, one for encoders.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "parvl/exec/engine.h"
@@ -17,8 +18,9 @@ struct ExecutorOptions {
   // The other ranks of a model whose backbone is cut (LoadedFiles::ranks); null: it is whole. Nothing of such a
   // backbone is recorded.
   std::unique_ptr<EngineRanks> ranks;
-  int64_t micro_batch_tokens = 0;  // see EngineOptions
-  EngineHooks hooks;               // those of encodings; the others are the engine's
+  int64_t micro_batch_tokens = 0;                                     // see EngineOptions
+  std::function<std::function<void()>(int64_t patches)> watch_image;  // likewise
+  EngineHooks hooks;                                                  // those of encodings; the others are the engine's
 };
 
 // Takes the model; KV memory for the scheduler's blocks is set aside here (on the CPU the system gives it page by page

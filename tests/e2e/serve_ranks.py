@@ -107,6 +107,17 @@ class Ranks(unittest.TestCase):
             self.assertEqual(server.request("GET", "/health")[0], 503)
             self.assertIn("rank 1 of the 2 that compute together was ended by Killed", "".join(server.errors))
 
+    def test_a_rank_that_hangs_ends_its_engine_too(self):
+        for flag in ("-tp", "-pp"):
+            with self.subTest(flag), Server("--dtype", "float32", *SMALL, flag, "2") as server:
+                self.assert_same(Answer(server, self.asked["text"], **LONG).read_all(), self.want["text"])
+                os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
+                status, _, body = server.chat(messages=self.asked["text"])
+                self.assertEqual(status, 503, body)
+                self.assertRegex(str(body), r"a step of \d+ tokens has not ended within \d+\.\d s: of the 2 ranks that compute together one hangs")
+                self.assertEqual(server.request("GET", "/health")[0], 503)
+                self.assertTrue(wait_until(lambda: not ranks_of(server.process.pid)))
+
     def test_an_idle_engine_hears_of_a_lost_rank(self):
         with Server("--dtype", "float32", *SMALL, "-tp", "2") as server:
             os.kill(ranks_of(server.process.pid)[0], signal.SIGKILL)

@@ -66,6 +66,11 @@ class EncoderRanksTest : public EngineTest {
     return encode_images(*files.model, pack_images(*files.model, {one}, at::kCPU), at::kCPU);
   }
 
+  static absl::Status never(const absl::Status& why) {
+    ADD_FAILURE() << why;
+    return why;
+  }
+
   // An image on its way, and what became of it.
   struct Asked {
     std::shared_ptr<const ProcessedImage> image;
@@ -93,10 +98,11 @@ TEST_F(EncoderRanksTest, FeaturesAreThoseOfOneEncoderAndTheWorkIsShared) {
         counts[static_cast<size_t>(communicator.rank())] = run_encoder_rank(*files, clock(), *links, false);
         return;
       }
-      EncoderRanks ranks(*files, clock(), links, [](const absl::Status& why) {
-        ADD_FAILURE() << why;
-        return why;
-      });
+      std::atomic<int64_t> begun = 0, over = 0;  // patches of other ranks
+      EncoderRanks ranks(*files, clock(), {links, never, [&](int64_t patches) {
+                                             begun += patches;
+                                             return [&over, patches] { over += patches; };
+                                           }});
       std::vector<std::unique_ptr<Asked>> all;
       std::vector<EncodeQueue::Item> items;
       std::vector<int64_t> patches;
@@ -115,6 +121,8 @@ TEST_F(EncoderRanksTest, FeaturesAreThoseOfOneEncoderAndTheWorkIsShared) {
         EXPECT_LE(done.start_s, done.end_s);
         EXPECT_FALSE(done.fetched);
       }
+      EXPECT_EQ(begun, dealt[1] + dealt[2]);
+      EXPECT_EQ(over, begun);
     });
     for (size_t rank = 1; rank < kRanks; ++rank) {
       EXPECT_EQ(counts[rank].patches, dealt[rank]);
@@ -134,10 +142,7 @@ TEST_F(EncoderRanksTest, AFailureIsItsImagesAlone) {
       run_encoder_rank(*files, clock(), *links, false);
       return;
     }
-    EncoderRanks ranks(*files, clock(), links, [](const absl::Status& why) {
-      ADD_FAILURE() << why;
-      return why;
-    });
+    EncoderRanks ranks(*files, clock(), {links, never, {}});
     Asked here, bad, good;
     here.image = image(*files->prompts, 60, 60, 1);
     auto broken = std::make_shared<ProcessedImage>(*image(*files->prompts, 28, 28, 2));
@@ -173,11 +178,12 @@ TEST_F(EncoderRanksTest, AnEncoderThatIsGoneIsToldOnceForEachOfItsImages) {
       return;                                   // and it is no more
     }
     std::atomic<int> told = 0;
-    EncoderRanks ranks(*files, clock(), links, [&told](const absl::Status& why) {
+    const auto broken = [&told](const absl::Status& why) -> absl::Status {
       ++told;
       EXPECT_THAT(std::string(why.message()), HasSubstr("the encoder of rank 1"));
       return absl::UnavailableError("rank 1 was ended by Killed");
-    });
+    };
+    EncoderRanks ranks(*files, clock(), {links, broken, {}});
     Asked asked[4];
     std::vector<EncodeQueue::Item> items;
     for (Asked& one : asked) {
