@@ -1,4 +1,4 @@
-#include "parvl/exec/engine.h"
+#include "parvl/exec/engine_loop.h"
 
 #include <algorithm>
 #include <utility>
@@ -187,7 +187,9 @@ void EngineLoop::add(RequestId id, EngineRequest request) {
   absl::Status status = executor_->begin(id, request);
   if (status.ok()) {
     status = take_up(request, stream);
-    if (status.ok()) status = scheduler_.add(describe(id, request), now);
+    SchedRequest described = describe(id, request);
+    if (status.ok()) status = validate(described);
+    if (status.ok()) status = scheduler_.add(std::move(described), now);
     if (!status.ok()) executor_->end(id);
   }
   if (!status.ok()) {
@@ -207,6 +209,7 @@ SchedRequest EngineLoop::describe(RequestId id, const EngineRequest& request) co
   out.prompt = request.prompt->ids;
   out.prompt.insert(out.prompt.end(), request.generated.begin(), request.generated.end());
   out.cache_salt = request.cache_salt;
+  if (request.kv != nullptr) out.given = request.kv->tokens();
   for (const MediaSpan& span : request.prompt->media) {
     const ProcessedImage& image = *request.prompt->images[static_cast<size_t>(span.image_index)];
     MediaItem item;
@@ -222,10 +225,13 @@ SchedRequest EngineLoop::describe(RequestId id, const EngineRequest& request) co
 }
 
 void EngineLoop::commit(const Completion& completion) {
-  if (completion.kind == Completion::Kind::kStep) {
-    commit_step(completion);
-  } else {
-    commit_encode(completion);
+  switch (completion.kind) {
+    case Completion::Kind::kStep:
+      return commit_step(completion);
+    case Completion::Kind::kEncode:
+      return commit_encode(completion);
+    case Completion::Kind::kKvFetch:
+      return commit_kv(completion);
   }
 }
 
@@ -255,6 +261,19 @@ void EngineLoop::commit_encode(const Completion& completion) {
   for (const RequestId id : scheduler_.commit_encode(completion.slot, completion.status.ok())) {
     end(id, completion.status);
   }
+}
+
+// What did not come is computed here.
+void EngineLoop::commit_kv(const Completion& completion) {
+  fetch_busy_.add(completion.start_s, completion.end_s);
+  done_.fetch_busy_s = fetch_busy_.total_s();
+  if (const auto found = live_.find(completion.request); found != live_.end()) {
+    Live& live = *found->second;
+    begin_work(live, completion.start_s);
+    live.result.fetch_ms += (completion.end_s - completion.start_s) * 1e3;
+    trace_.kv_fetched(completion, live.request.track, live.request.kv->tokens());
+  }
+  scheduler_.commit_kv(completion.request, completion.status.ok());
 }
 
 void EngineLoop::commit_step(const Completion& completion) {
@@ -349,7 +368,12 @@ void EngineLoop::deliver(RequestId id, const SampledToken& token) {
   if (live.request.sampling.logprobs) result.logprobs.push_back(event.logprob);
   result.finish = event.finish;
   live.request.on_token(event);
-  if (event.finish != FinishReason::kNone) end(id, absl::OkStatus());
+  if (event.finish == FinishReason::kNone) {
+    if (live.request.kv_room == nullptr) return;
+    result.handed_over = true;
+    ++done_.handed_over;
+  }
+  end(id, absl::OkStatus());
 }
 
 // Frees everything first: whoever hears of the end may count on it.

@@ -12,7 +12,9 @@
 #include "parvl/exec/backbone_step.h"
 #include "parvl/exec/encode_queue.h"
 #include "parvl/exec/encoder_ranks.h"
+#include "parvl/exec/engine_loop.h"
 #include "parvl/exec/engine_ranks.h"
+#include "parvl/exec/kv_transfer.h"
 #include "parvl/exec/rank_setup.h"
 #include "parvl/exec/record_file.h"
 #include "parvl/exec/torch_encode_engine.h"
@@ -225,6 +227,11 @@ absl::StatusOr<std::unique_ptr<Engine>> load_engine(const std::string& dir, cons
     config.end_tokens = files.end_tokens;
     config.device_name = device_text(files.device);
     config.encoder_bytes_a_token = files.model->spec().backbone.hidden * dtype_bytes(files.dtype);
+    if (options.ranks() == 1) {
+      config.kv_layout = [spec = files.model->spec().backbone, dtype = files.dtype](int64_t tokens) {
+        return kv_layout(spec, dtype, KvPages::kBlockSize, tokens);
+      };
+    }
     log_plan(files, config.scheduler, memory);
     if (options.load.startup != nullptr) options.load.startup->begin("KV memory");
     ExecutorOptions executing{.graphs = !options.enforce_eager, .startup = options.load.startup};

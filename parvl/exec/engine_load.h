@@ -8,6 +8,7 @@
 #include "parvl/base/clock.h"
 #include "parvl/exec/encode_engine.h"
 #include "parvl/exec/engine.h"
+#include "parvl/exec/engine_trace.h"
 #include "parvl/exec/load_options.h"
 
 namespace parvl {

@@ -10,6 +10,7 @@
 #include "parvl/base/timeline.h"
 #include "parvl/exec/encoded_source.h"
 #include "parvl/exec/generation.h"
+#include "parvl/exec/kv_source.h"
 #include "parvl/media/grammar.h"
 #include "parvl/media/prompt.h"
 
@@ -29,6 +30,13 @@ struct EngineRequest {
     const size_t index = static_cast<size_t>(image_index);
     return index < encoded.size() ? encoded[index] : nullptr;
   }
+  // Where the keys and values of its first tokens lie, all but the last of prompt and `generated` at most; null:
+  // nowhere. They are fetched when its turn comes. Its images then need neither patches nor encoder output, only keys;
+  // where what was fetched has to be computed again, and they have neither, it ends with Unavailable.
+  std::shared_ptr<KvSource> kv;
+  // Of Engine::kv_layout(tokens of prompt and `generated`): it ends with its first token, and if that does not end the
+  // answer, its keys and values up to that lie here (GenerateResult::handed_over). Null: it goes on.
+  std::shared_ptr<KvRoom> kv_room;
   std::shared_ptr<const Grammar> grammar;  // of Engine::grammars(); null: any text
   int priority = 0;                        // a lower number goes first
   std::string cache_salt;                  // requests of different salts share no prefix

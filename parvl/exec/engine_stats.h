@@ -34,7 +34,8 @@ class BusyTime {
 // As of the last step; those of Scheduler, and what each module has done since the start.
 struct EngineStats : SchedulerStats {
   double backbone_busy_s = 0, encoder_busy_s = 0;
-  int64_t fetched = 0;  // images whose encoder output came from elsewhere
+  int64_t fetched = 0;      // images whose encoder output came from elsewhere
+  int64_t handed_over = 0;  // sequences whose keys and values were left for another engine
   double fetch_busy_s = 0;
   std::array<WorkCount, kWorkNames.size()> work = {};
 };

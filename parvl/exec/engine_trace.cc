@@ -64,6 +64,12 @@ void EngineTrace::encoded(const Completion& completion, TrackId track, int32_t i
   timeline_->span(track, name, completion.start_s, completion.end_s, args, "encode");
 }
 
+void EngineTrace::kv_fetched(const Completion& completion, TrackId track, int64_t tokens) {
+  if (!on()) return;
+  timeline_->span(track, "fetch kv", completion.start_s, completion.end_s,
+                  {{"tokens", tokens}, {"ok", int64_t{completion.status.ok()}}});
+}
+
 void EngineTrace::arrived(TrackId track, double at_s, int64_t prompt_tokens) {
   if (on()) timeline_->begin(track, kGeneration, at_s, {{"prompt_tokens", prompt_tokens}});
 }

@@ -48,6 +48,7 @@ class EngineTrace {
   void counts(double at_s, int64_t running, int64_t waiting, double kv_share);
   void step(const Completion& completion, const std::vector<StepPart>& parts);
   void encoded(const Completion& completion, TrackId track, int32_t item, int64_t tokens);
+  void kv_fetched(const Completion& completion, TrackId track, int64_t tokens);
 
   // Of one request. `queued` may come late; the rest in this order, without those of a phase that it does not reach.
   void arrived(TrackId track, double at_s, int64_t prompt_tokens);

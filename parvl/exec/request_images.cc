@@ -25,15 +25,15 @@ absl::Status check_output(const std::vector<TransferTensor>& wanted, const std::
   return failed("its encoder output is ", text_of(given), ", and this model takes ", text_of(wanted));
 }
 
-// One that is to be fetched, or encoded here.
-absl::Status check_source(const ImageModel& model, const ProcessedImage& image, const EncodedSource* source) {
+// One that is to be fetched, or encoded here, or that is in the keys and values that are given.
+absl::Status check_source(const ImageModel& model, const ProcessedImage& image, const EncodedSource* source,
+                          bool given) {
   PARVL_RETURN_IF_ERROR(check_image(model, image, !image.patches.empty()));
-  if (source != nullptr) {
-    if (image.patches.empty() && image.key == decltype(image.key){}) {
-      return invalid("it has neither patches nor a key to know it by");
-    }
-    return check_output(encoded_layout(model, image), source->tensors());
+  if ((source != nullptr || given) && image.patches.empty() && image.key == decltype(image.key){}) {
+    return invalid("it has neither patches nor a key to know it by");
   }
+  if (source != nullptr) return check_output(encoded_layout(model, image), source->tensors());
+  if (given) return absl::OkStatus();
   if (!model.encodes) return invalid("it has no encoder output, and this engine holds no vision encoder");
   if (image.patches.empty()) return invalid("it has neither patches nor encoder output");
   return absl::OkStatus();
@@ -85,7 +85,8 @@ absl::Status check_images(const ImageModel& model, const EngineRequest& request)
       return invalid(name, ": it is not there");
     }
     const ProcessedImage& image = *prompt.images[static_cast<size_t>(span.image_index)];
-    PARVL_RETURN_IF_ERROR(with_context(check_source(model, image, request.source_of(span.image_index).get()), name));
+    PARVL_RETURN_IF_ERROR(with_context(
+        check_source(model, image, request.source_of(span.image_index).get(), request.kv != nullptr), name));
     PARVL_RETURN_IF_ERROR(with_context(check_span(prompt, span, end), name));
     end = span.begin + span.length;
   }

@@ -13,9 +13,9 @@
 #include "parvl/exec/backbone_step.h"
 #include "parvl/exec/decode_graphs.h"
 #include "parvl/exec/encoder_ranks.h"
+#include "parvl/exec/kv_transfer.h"
 #include "parvl/exec/request_images.h"
-#include "parvl/exec/sampler.h"
-#include "parvl/media/grammar.h"
+#include "parvl/exec/request_state.h"
 #include "parvl/models/packing.h"
 #include "parvl/nn/device.h"
 
@@ -26,27 +26,6 @@ namespace {
 struct Computed {
   Completion completion;
   at::Tensor visual;  // of an encoding: [tokens, hidden] on the device, ready
-};
-
-// One request's tensors and choices. Its step's job is the only one that changes it.
-struct RequestState {
-  std::shared_ptr<const Prompt> prompt;
-  std::vector<std::shared_ptr<EncodedSource>> sources;  // by media item; null: encoded here
-  std::vector<TokenId> tokens;                          // prompt and output
-  RopePositions positions;                              // of the prompt
-  Sampler sampler;
-  std::optional<GrammarMatcher> grammar;
-  std::vector<uint32_t> mask;  // of the step's token, when there is a grammar
-  absl::Status mask_status;
-
-  // Whether the GPU may choose the next token.
-  bool is_plain() const { return sampler.is_plain() && !grammar.has_value(); }
-  std::array<int64_t, 3> position(int64_t index) const {
-    const int64_t known = static_cast<int64_t>(positions.at.size());
-    if (index < known) return positions.at[static_cast<size_t>(index)];
-    const int64_t after = positions.next + index - known;
-    return {after, after, after};
-  }
 };
 
 struct StepItem {
@@ -71,6 +50,7 @@ class TorchExecutor : public ModelExecutor {
     if (options.startup != nullptr) options.startup->begin("graphs");
     // One after the other, since PyTorch's random state takes part in a recording.
     encodes_.start(options.graphs);
+    kv_fetches_.submit([device = files_.device] { use_own_stream(device); });
     backbone_
         .run([this, config, record = options.graphs] {
           use_own_stream(files_.device);
@@ -86,6 +66,10 @@ class TorchExecutor : public ModelExecutor {
 
   absl::Status begin(RequestId id, const EngineRequest& request) override {
     PARVL_RETURN_IF_ERROR(health());
+    if (runner_.is_cut() && (request.kv != nullptr || request.kv_room != nullptr)) {
+      return absl::UnimplementedError("an engine of several ranks neither leaves nor takes keys and values yet");
+    }
+    PARVL_RETURN_IF_ERROR(check_kv(model().spec().backbone, files_.dtype, runner_.pages().block_size(), request));
     const std::shared_ptr<const Prompt>& prompt = request.prompt;
     PARVL_RETURN_IF_ERROR(check_images({model().spec(), files_.dtype, files_.held.encoder}, request));
     std::vector<ImageSpan> images;
@@ -97,7 +81,8 @@ class TorchExecutor : public ModelExecutor {
     }
     RopePositions positions = model().positions(static_cast<int64_t>(prompt->ids.size()), images);
     Sampler sampler(request.sampling, files_.end_tokens, prompt->ids);
-    RequestState state{prompt, std::move(sources), prompt->ids, std::move(positions), std::move(sampler)};
+    RequestState state{prompt,      std::move(sources),   request.kv,        request.kv_room,
+                       prompt->ids, std::move(positions), std::move(sampler)};
     if (request.grammar != nullptr) state.grammar.emplace(request.grammar);
     for (const TokenId token : request.generated) {
       if (token < 0 || token >= model().spec().backbone.vocab) {
@@ -117,8 +102,16 @@ class TorchExecutor : public ModelExecutor {
   void submit(const SchedulerOutput& output) override {
     for (const SlotId slot : output.evicted) slots_.erase(slot);
     std::vector<EncodeQueue::Item> images;
-    for (const EncodeWork& work : output.encodes) images.push_back(encoding(work));
+    for (const EncodeWork& work : output.encodes) {
+      EncodeQueue::Item item = encoding(work);
+      if (item.source == nullptr && (!files_.held.encoder || item.image->patches.empty())) {
+        item.on_done({.status = absl::UnavailableError("what it was given is lost, and it brought no image")});
+      } else {
+        images.push_back(std::move(item));
+      }
+    }
     encodes_.submit(std::move(images));
+    for (const KvFetch& work : output.kv_fetches) start_kv_fetch(work);
     if (output.sequences.empty()) return;
     auto items = std::make_shared<std::vector<StepItem>>();
     for (const SequenceWork& work : output.sequences) {
@@ -173,6 +166,20 @@ class TorchExecutor : public ModelExecutor {
     return {work.slot.value, state.prompt->images[image], state.sources[item], on_done};
   }
 
+  void start_kv_fetch(const KvFetch& work) {
+    kv_fetches_.submit([this, work, state = states_.at(work.id)] {
+      Computed done;
+      done.completion.kind = Completion::Kind::kKvFetch;
+      done.completion.request = work.id;
+      done.completion.start_s = clock_.now_seconds();
+      done.completion.status = catch_exceptions("fetching keys and values failed", [&] {
+        return state->kv->fetch([&](auto data) { copy_in(data, work, runner_.pages()); });
+      });
+      done.completion.end_s = clock_.now_seconds();
+      report(std::move(done));
+    });
+  }
+
   // On the backbone's thread.
   void run_step(std::vector<StepItem>& items, StepId step) {
     at::NoGradGuard no_grad;
@@ -184,6 +191,10 @@ class TorchExecutor : public ModelExecutor {
       const bool graph = takes_graph(items);
       done.completion.replayed = graph && graphs_->recorded();
       done.completion.tokens = graph ? run_graph(items, masks) : sample(items, forward(items), masks);
+      for (const StepItem& item : items) {  // before anybody may take the pages
+        if (item.work.samples && item.state->kv_room != nullptr)
+          copy_out(runner_.pages(), item.work, *item.state->kv_room);
+      }
       return absl::OkStatus();
     });
     if (!done.completion.status.ok()) {
@@ -369,7 +380,7 @@ class TorchExecutor : public ModelExecutor {
   std::mutex mutex_;
   std::deque<Computed> done_;
   std::function<void()> notify_;
-  JobThread grammar_, backbone_;  // last: they use all of the above until they are joined
+  JobThread grammar_, kv_fetches_, backbone_;  // last: they use all of the above until they are joined
   EncoderRanks encodes_;
 };
 

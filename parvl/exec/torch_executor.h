@@ -4,9 +4,12 @@
 #include <functional>
 #include <memory>
 
-#include "parvl/exec/engine.h"
+#include "parvl/base/clock.h"
 #include "parvl/exec/engine_ranks.h"
+#include "parvl/exec/engine_trace.h"
 #include "parvl/exec/load.h"
+#include "parvl/exec/model_executor.h"
+#include "parvl/sched/scheduler.h"
 
 namespace parvl {
 

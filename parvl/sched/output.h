@@ -32,10 +32,20 @@ struct EncodeWork {
   int32_t item = 0;
 };
 
+// Keys and values of a sequence's tokens [begin, begin + count) come from where they were computed to the places that
+// `blocks` gives them. Those before `begin` are there already; it is a whole number of blocks.
+struct KvFetch {
+  RequestId id;
+  int64_t begin = 0;
+  int64_t count = 0;
+  std::vector<BlockId> blocks;  // the sequence's whole table
+};
+
 struct SchedulerOutput {
   StepId step;
   std::vector<SequenceWork> sequences;  // empty: nothing to compute now
   std::vector<EncodeWork> encodes;      // started before the step; each reports by itself
+  std::vector<KvFetch> kv_fetches;      // likewise
   std::vector<SlotId> evicted;          // encoder outputs that nobody will read again
   std::vector<RequestId> preempted;     // lost their blocks; they come again later
 };

@@ -43,13 +43,10 @@ Json request_json(const SchedRequest& request, double now) {
                      {"cost", m.cost},
                      {"bytes", m.bytes}});
   }
-  return {{"event", "add"},
-          {"now", now},
-          {"id", request.id.value},
-          {"priority", request.priority},
-          {"prompt", request.prompt},
-          {"media", media},
-          {"salt", hex(request.cache_salt)}};  // it may be any bytes; JSON is UTF-8
+  return {{"event", "add"},           {"now", now},
+          {"id", request.id.value},   {"priority", request.priority},
+          {"prompt", request.prompt}, {"media", media},
+          {"given", request.given},   {"salt", hex(request.cache_salt)}};  // it may be any bytes; JSON is UTF-8
 }
 
 Json ids_json(const std::vector<RequestId>& ids) {
@@ -58,26 +55,31 @@ Json ids_json(const std::vector<RequestId>& ids) {
   return out;
 }
 
+Json blocks_json(const std::vector<BlockId>& blocks) {
+  Json out = Json::array();
+  for (const BlockId block : blocks) out.push_back(block.value);
+  return out;
+}
+
 Json decision_json(const SchedulerOutput& output) {
-  Json sequences = Json::array(), encodes = Json::array(), evicted = Json::array();
+  Json sequences = Json::array(), encodes = Json::array(), kv_fetches = Json::array(), evicted = Json::array();
   for (const SequenceWork& work : output.sequences) {
-    Json blocks = Json::array(), media = Json::array();
-    for (const BlockId block : work.blocks) blocks.push_back(block.value);
+    Json media = Json::array();
     for (const MediaUse& use : work.media) media.push_back({use.item, use.slot.value});
     sequences.push_back({{"id", work.id.value},
                          {"begin", work.begin},
                          {"count", work.count},
                          {"samples", work.samples},
-                         {"blocks", blocks},
+                         {"blocks", blocks_json(work.blocks)},
                          {"media", media}});
   }
   for (const EncodeWork& work : output.encodes) encodes.push_back({work.slot.value, work.id.value, work.item});
+  for (const KvFetch& fetch : output.kv_fetches) {
+    kv_fetches.push_back({fetch.id.value, fetch.begin, fetch.count, blocks_json(fetch.blocks)});
+  }
   for (const SlotId slot : output.evicted) evicted.push_back(slot.value);
-  return {{"decision", output.step.value},
-          {"sequences", sequences},
-          {"encodes", encodes},
-          {"evicted", evicted},
-          {"preempted", ids_json(output.preempted)}};
+  return {{"decision", output.step.value}, {"sequences", sequences}, {"encodes", encodes},
+          {"kv_fetches", kv_fetches},      {"evicted", evicted},     {"preempted", ids_json(output.preempted)}};
 }
 
 Json ended_json(const std::vector<RequestId>& ids) { return {{"decision", "ended"}, {"ids", ids_json(ids)}}; }
@@ -118,6 +120,11 @@ std::vector<RequestId> RecordedScheduler::commit_failed(StepId step) {
   std::vector<RequestId> ids = scheduler_.commit_failed(step);
   if (write_) write_(ended_json(ids).dump() + "\n");
   return ids;
+}
+
+void RecordedScheduler::commit_kv(RequestId id, bool ok) {
+  if (write_) write_(Json{{"event", "commit_kv"}, {"id", id.value}, {"ok", ok}}.dump() + "\n");
+  scheduler_.commit_kv(id, ok);
 }
 
 std::vector<RequestId> RecordedScheduler::commit_encode(SlotId slot, bool ok) {

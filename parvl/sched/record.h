@@ -11,7 +11,7 @@
 
 namespace parvl {
 
-inline constexpr int kRecordFormat = 2;
+inline constexpr int kRecordFormat = 3;
 
 class RecordedScheduler {
  public:
@@ -26,6 +26,7 @@ class RecordedScheduler {
   void commit(const StepTokens& tokens);
   std::vector<RequestId> commit_failed(StepId step);
   std::vector<RequestId> commit_encode(SlotId slot, bool ok);
+  void commit_kv(RequestId id, bool ok);
   const Scheduler& scheduler() const { return scheduler_; }
 
  private:

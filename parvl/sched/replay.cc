@@ -117,6 +117,7 @@ SchedRequest request_from(const Json& j) {
     request.media.push_back({key_at(m), static_cast<Modality>(modality), whole_at(m, "begin"), whole_at(m, "length"),
                              whole_at(m, "cost"), whole_at(m, "bytes")});
   }
+  request.given = whole_at(j, "given");
   request.cache_salt = bytes_at(j, "salt");
   return request;
 }
@@ -147,6 +148,10 @@ absl::Status tell(RecordedScheduler& scheduler, const Json& event) {
     const SlotId slot{whole_at(event, "slot")};
     if (!now.encodes(slot)) return invalid("nothing is being encoded into slot ", slot.value);
     scheduler.commit_encode(slot, flag_at(event, "ok"));
+  } else if (kind == "commit_kv") {
+    const RequestId id{whole_at(event, "id")};
+    if (!now.fetches(id)) return invalid("the request ", id.value, " fetches no keys and values");
+    scheduler.commit_kv(id, flag_at(event, "ok"));
   } else {
     return invalid("an unknown event ", excerpt(kind));
   }

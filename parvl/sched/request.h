@@ -42,9 +42,11 @@ struct SchedRequest {
   std::vector<TokenId> prompt;
   std::vector<MediaItem> media;  // in order of position, not overlapping
   std::string cache_salt;        // requests of different salts share no prefix
+  int64_t given = 0;             // leading tokens whose keys and values lie elsewhere, computed, to be brought here
 };
 
-// OK, or one sentence: no tokens, a negative count, or items out of order, over one another or beyond the prompt.
+// OK, or one sentence: no tokens, a negative count, items out of order, over one another or beyond the prompt, or more
+// given than all tokens but the last.
 absl::Status validate(const SchedRequest& request);
 
 }  // namespace parvl

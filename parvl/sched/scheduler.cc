@@ -59,7 +59,9 @@ absl::Status validate(const SchedRequest& request) {
     if (item.cost < 0 || item.bytes < 0) return invalid("media item ", i + 1, " has a negative cost or size");
     end = item.end();
   }
-  return absl::OkStatus();
+  if (request.given >= 0 && request.given < tokens) return absl::OkStatus();
+  return invalid("the keys and values of ", request.given, " of its ", tokens,
+                 " tokens are given; the last is computed here");
 }
 
 Scheduler::Scheduler(const SchedulerConfig& config)
@@ -69,6 +71,7 @@ Scheduler::~Scheduler() = default;
 absl::Status Scheduler::add(SchedRequest request, double now) {
   const int64_t tokens = static_cast<int64_t>(request.prompt.size());
   PARVL_CHECK(tokens > 0 && !by_id_.contains(request.id), "a request without tokens, or with a used id");
+  PARVL_CHECK(request.given >= 0 && request.given < tokens, "keys and values of more than all tokens but one");
   if (tokens >= config_.max_model_len) {
     return invalid("the prompt has ", tokens, " tokens; the limit is ", config_.max_model_len,
                    " for prompt and answer together, so at most ", config_.max_model_len - 1, " may be prompt");
@@ -92,7 +95,7 @@ void Scheduler::finish(RequestId id) {
   const auto found = by_id_.find(id);
   if (found == by_id_.end()) return;
   Sequence& sequence = *found->second;
-  if (sequence.in_flight > 0) {
+  if (sequence.in_flight > 0 || sequence.fetching) {
     sequence.ended = true;
   } else {
     erase(sequence);
@@ -166,8 +169,11 @@ bool Scheduler::make_place(const Sequence& sequence, SchedulerOutput& output) {
   return true;
 }
 
-// As many of its next tokens as budget, memory and encoder outputs allow. False when memory is what lacks.
+// What is given to it, else as many of its next tokens as budget, memory and encoder outputs allow. False when memory
+// is what lacks.
 bool Scheduler::schedule_tokens(Sequence& sequence, SchedulerOutput& output) {
+  if (sequence.fetching) return true;
+  if (sequence.lacks_given()) return fetch_given(sequence, output);
   const int64_t wanted = std::min(sequence.length() - sequence.computed, tokens_left_);
   const int64_t count = count_ready(sequence, wanted, output);
   if (count == 0) return true;
@@ -188,6 +194,15 @@ bool Scheduler::schedule_tokens(Sequence& sequence, SchedulerOutput& output) {
   tokens_left_ -= count;
   in_step_.push_back(&sequence);
   output.sequences.push_back(std::move(work));
+  return true;
+}
+
+// All of it at once, whatever the step's budget: nothing is computed.
+bool Scheduler::fetch_given(Sequence& sequence, SchedulerOutput& output) {
+  if (!grow(sequence, sequence.request.given, output)) return false;
+  sequence.fetching = true;
+  output.kv_fetches.push_back(
+      {sequence.request.id, sequence.computed, sequence.request.given - sequence.computed, sequence.blocks});
   return true;
 }
 
@@ -253,7 +268,7 @@ Sequence* Scheduler::victim_for(const Sequence& sequence, Wanted wanted) const {
   for (auto candidate = running_.rbegin(); candidate != running_.rend(); ++candidate) {
     const Sequence& other = **candidate;
     if (!goes_before(sequence, other)) return nullptr;
-    if (other.in_flight > 0 || !has(other)) continue;
+    if (other.in_flight > 0 || other.fetching || !has(other)) continue;
     if (sequence.admitted || other.request.priority > sequence.request.priority) return *candidate;
   }
   return nullptr;
@@ -261,6 +276,7 @@ Sequence* Scheduler::victim_for(const Sequence& sequence, Wanted wanted) const {
 
 void Scheduler::preempt(Sequence& sequence, SchedulerOutput& output) {
   release_all(sequence);
+  sequence.request.given = 0;  // whoever gave it may have let it go
   sequence.running = false;
   running_.erase(std::find(running_.begin(), running_.end(), &sequence));
   insert_in_order(waiting_, sequence);
@@ -317,6 +333,24 @@ std::vector<RequestId> Scheduler::commit_failed(StepId step) {
   return ids;
 }
 
+void Scheduler::commit_kv(RequestId id, bool ok) {
+  PARVL_CHECK(fetches(id), "keys and values of a request that fetches none");
+  Sequence& sequence = *by_id_.at(id);
+  sequence.fetching = false;
+  const int64_t given = std::exchange(sequence.request.given, 0);
+  if (sequence.ended) return erase(sequence);
+  ++(ok ? counts_.kv_fetched : counts_.kv_fetch_failures);
+  if (!ok) return;
+  counts_.kv_fetched_tokens += given - sequence.computed;
+  sequence.computed = given;
+  publish_full_blocks(sequence);
+}
+
+bool Scheduler::fetches(RequestId id) const {
+  const auto found = by_id_.find(id);
+  return found != by_id_.end() && found->second->fetching;
+}
+
 SchedulerStats Scheduler::stats() const {
   SchedulerStats out = counts_;
   out.running = static_cast<int64_t>(running_.size());
@@ -324,7 +358,9 @@ SchedulerStats Scheduler::stats() const {
   out.blocks = blocks_.num_blocks();
   out.blocks_used = blocks_.num_blocks() - blocks_.num_free();
   out.free_kv_tokens = blocks_.num_free() * config_.block_size;
-  for (const auto& [id, sequence] : by_id_) out.pending_tokens += sequence->length() - sequence->computed;
+  for (const auto& [id, sequence] : by_id_) {
+    out.pending_tokens += sequence->length() - std::max(sequence->computed, sequence->request.given);
+  }
   out.encoder_bytes = encoder_cache_.capacity_bytes();
   out.encoder_bytes_used = encoder_cache_.used_bytes();
   out.encoder_bytes_held = encoder_cache_.held_bytes();

@@ -44,11 +44,15 @@ struct SchedulerStats {
   int64_t prefix_queries = 0, prefix_hits = 0;        // tokens of admitted prompts; those found in the cache
   int64_t block_lookups = 0;                          // blocks that were looked up in the prefix cache
   int64_t encoder_queries = 0, encoder_hits = 0;      // items that were needed; those that were there or on their way
+  int64_t kv_fetched = 0, kv_fetched_tokens = 0;      // sequences, and their tokens, whose KV came from elsewhere
+  int64_t kv_fetch_failures = 0;                      // sequences whose KV did not, and is computed here
 };
 
 // A request waits (holding nothing), runs (holding blocks and pins of encoder outputs), perhaps waits again after a
-// preemption (it is computed again, its tokens kept), and ends by `finish` or a failed encoding. At most one step is in
-// flight. Not thread-safe; the caller owns the loop:
+// preemption (it is computed again, its tokens kept), and ends by `finish` or a failed encoding. One whose keys and
+// values are given runs first to fetch them: it is in no step and gives way to nobody until they have come or not; if
+// not, and after a preemption, it is computed like any other. At most one step is in flight. Not thread-safe; the
+// caller owns the loop:
 //
 //   add / finish ... ; output = schedule(now); [executor runs it]; commit(output.step, tokens); finish those that ended
 class Scheduler {
@@ -72,10 +76,14 @@ class Scheduler {
   // An encoding came to its end. When it failed, the requests that need it end; gives their ids.
   std::vector<RequestId> commit_encode(SlotId slot, bool ok);
 
+  // What was given has come, or not: of each of SchedulerOutput::kv_fetches, once.
+  void commit_kv(RequestId id, bool ok);
+
   // What the calls above take for granted of their caller; who tells it what a file says asks first.
   bool knows(RequestId id) const { return by_id_.contains(id); }
   bool in_flight() const { return in_flight_; }
   bool encodes(SlotId slot) const { return encoder_cache_.pending(slot); }
+  bool fetches(RequestId id) const;
   absl::Status check_step(StepId step) const;                 // that it is the one in flight
   absl::Status check_tokens(const StepTokens& tokens) const;  // that, and its tokens are as many as they should be
 
@@ -93,6 +101,7 @@ class Scheduler {
   void schedule_waiting(SchedulerOutput& output);
   bool make_place(const Sequence& sequence, SchedulerOutput& output);
   bool schedule_tokens(Sequence& sequence, SchedulerOutput& output);
+  bool fetch_given(Sequence& sequence, SchedulerOutput& output);
   int64_t count_ready(Sequence& sequence, int64_t wanted, SchedulerOutput& output);
   bool require_encoded(Sequence& sequence, size_t item, bool urgent, SchedulerOutput& output);
   enum class Wanted { kPlace, kBlocks, kEncoderBytes };

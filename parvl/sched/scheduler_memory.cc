@@ -39,7 +39,8 @@ bool Scheduler::lacks_memory_still(const Sequence& sequence) {
   if (!sequence.lack.has_value()) return false;
   const LackOfMemory& lack = *sequence.lack;
   const int64_t left = sequence.length() - lack.prefix_blocks * config_.block_size;
-  const int64_t wanted = (std::min(left, tokens_left_) + config_.block_size - 1) / config_.block_size;
+  const int64_t next = sequence.request.given > 0 ? left : std::min(left, tokens_left_);  // what is given comes at once
+  const int64_t wanted = (next + config_.block_size - 1) / config_.block_size;
   if (blocks_.num_free() - lack.free_in_prefix >= std::min(wanted, lack.missing)) return false;
   if (!lack.next_key.empty()) {
     ++counts_.block_lookups;
@@ -151,12 +152,14 @@ void Scheduler::check_invariants() const {
   absl::flat_hash_map<MediaKey, int64_t> pins;
   for (const Sequence* sequence : waiting_) {
     PARVL_CHECK(!sequence->running && sequence->blocks.empty() && sequence->computed == 0, "a waiting request holds");
+    PARVL_CHECK(!sequence->fetching, "a waiting request fetches");
     for (const bool pinned : sequence->pinned) PARVL_CHECK(!pinned, "a waiting request pins an encoder output");
   }
   for (const Sequence* sequence : running_) {
     PARVL_CHECK(sequence->running, "a running sequence does not know it");
     PARVL_CHECK(sequence->computed + sequence->in_flight <= sequence->num_blocks() * config_.block_size,
                 "tokens without a block");
+    PARVL_CHECK(!sequence->fetching || sequence->in_flight == 0, "a sequence is in a step and fetches");
     for (const BlockId block : sequence->blocks) ++references[static_cast<size_t>(block.value)];
     for (size_t i = 0; i < sequence->pinned.size(); ++i) {
       if (sequence->pinned[i]) ++pins[sequence->request.media[i].key];

@@ -31,7 +31,8 @@ struct Sequence {
   int64_t computed = 0;   // tokens whose keys and values are in the blocks
   int64_t in_flight = 0;  // tokens of the step in flight
   bool samples = false;   // that step gives a token
-  bool ended = false;     // finished while in flight: erased at commit
+  bool fetching = false;  // what is given is on its way into the blocks, which nobody may take meanwhile
+  bool ended = false;     // finished while in flight or fetching: erased at commit
   std::vector<BlockId> blocks;
   int64_t published = 0;             // how many of the blocks have been offered to the prefix cache
   uint64_t last_content = 0;         // of the last published block, the parent of the next
@@ -39,6 +40,8 @@ struct Sequence {
   std::optional<LackOfMemory> lack;  // while it waits
 
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+  // Whether what is given still has to come: more than the blocks hold.
+  bool lacks_given() const { return request.given > computed; }
   int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
 };
 

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "parvl/base/rng.h"
-#include "parvl/exec/engine.h"
+#include "parvl/exec/engine_loop.h"
 #include "tests/unit/serve_fake.h"
 
 namespace parvl {

@@ -23,25 +23,26 @@ std::ostream& operator<<(std::ostream& out, const ItemShape& i) {
 }
 
 struct RequestShape {
-  int prompt = 1, output = 1, priority = 0, other_token = 0, salt = 0;
+  int prompt = 1, output = 1, priority = 0, other_token = 0, salt = 0, given = 0;
   std::vector<ItemShape> items;
 };
 std::ostream& operator<<(std::ostream& out, const RequestShape& r) {
   out << "{prompt " << r.prompt << ", output " << r.output << ", priority " << r.priority << ", other token "
-      << r.other_token << ", salt " << r.salt;
+      << r.other_token << ", salt " << r.salt << ", given " << r.given;
   for (const ItemShape& item : r.items) out << ", " << item;
   return out << "}";
 }
 
 // What happens around one step.
 struct StepShape {
-  int adds = 0, encodes = 0;                 // requests that come; encodings that end
+  int adds = 0, encodes = 0, fetches = 0;    // requests that come; encodings and fetches that end
   int cancel_before = 0, cancel_during = 0;  // 0: nobody
-  bool fails = false, encode_fails = false;
+  bool fails = false, encode_fails = false, fetch_fails = false;
 };
 std::ostream& operator<<(std::ostream& out, const StepShape& s) {
-  return out << "{adds " << s.adds << ", encodes " << s.encodes << ", cancels " << s.cancel_before << " and "
-             << s.cancel_during << (s.fails ? ", fails" : "") << (s.encode_fails ? ", encodings fail" : "") << "}";
+  return out << "{adds " << s.adds << ", encodes " << s.encodes << ", fetches " << s.fetches << ", cancels "
+             << s.cancel_before << " and " << s.cancel_during << (s.fails ? ", fails" : "")
+             << (s.encode_fails ? ", encodings fail" : "") << (s.fetch_fails ? ", fetches fail" : "") << "}";
 }
 
 namespace {
@@ -56,6 +57,7 @@ rc::Gen<RequestShape> request_shape() {
       rc::gen::set(&RequestShape::prompt, inRange(1, 84)), rc::gen::set(&RequestShape::output, inRange(1, 84)),
       rc::gen::set(&RequestShape::priority, inRange(0, 3)), rc::gen::set(&RequestShape::other_token, inRange(0, 8)),
       rc::gen::set(&RequestShape::salt, inRange(0, 2)),
+      rc::gen::set(&RequestShape::given, rc::gen::weightedOneOf<int>({{1, rc::gen::just(0)}, {1, inRange(0, 84)}})),
       rc::gen::set(&RequestShape::items, rc::gen::resize(4, rc::gen::container<std::vector<ItemShape>>(item))));
 }
 
@@ -64,8 +66,10 @@ rc::Gen<StepShape> step_shape() {
     return rc::gen::weightedOneOf<int>({{9, rc::gen::just(0)}, {1, inRange(1, range)}});
   };
   const auto rarely = rc::gen::map(inRange(0, 30), [](int n) { return n == 29; });
+  const auto often = rc::gen::map(inRange(0, 4), [](int n) { return n == 3; });
   return rc::gen::build<StepShape>(
       rc::gen::set(&StepShape::adds, inRange(0, 3)), rc::gen::set(&StepShape::encodes, inRange(0, 4)),
+      rc::gen::set(&StepShape::fetches, inRange(0, 3)), rc::gen::set(&StepShape::fetch_fails, often),
       rc::gen::set(&StepShape::cancel_before, seldom(100)), rc::gen::set(&StepShape::cancel_during, seldom(100)),
       rc::gen::set(&StepShape::fails, rarely), rc::gen::set(&StepShape::encode_fails, rarely));
 }
@@ -97,10 +101,11 @@ class Load {
     int idle_steps = 0;
     for (size_t at = 0; added_ < requests_.size() || !scheduler_.scheduler().idle(); ++at) {
       RC_ASSERT(idle_steps < 50);  // or it stands still
-      idle_steps = step(at < steps_.size() ? steps_[at] : StepShape{1, 1000}) ? 0 : idle_steps + 1;
+      idle_steps = step(at < steps_.size() ? steps_[at] : StepShape{1, 1000, 1000}) ? 0 : idle_steps + 1;
       if (at < steps_.size()) idle_steps = 0;
     }
     while (!encoding_.empty()) encode_one(true);
+    RC_ASSERT(fetching_.empty());  // each was in the scheduler until its end
     for (const auto& [id, wish] : wishes_) RC_ASSERT(wish.ended);
     RC_ASSERT(scheduler_.scheduler().stats().blocks_used == 0);
     scheduler_.scheduler().check_invariants();
@@ -111,9 +116,9 @@ class Load {
 
  private:
   struct Wish {
-    int64_t prompt = 0, output = 0, got = 0;
+    int64_t prompt = 0, output = 0, got = 0, given = 0, fetched = 0;
     bool ended = false;
-    bool in_step = false;
+    bool in_step = false, fetching = false;
     std::vector<MediaItem> media;
   };
   struct Slot {
@@ -133,7 +138,8 @@ class Load {
     if (!output.sequences.empty()) {
       shape.fails ? fail(output) : commit(output);
     }
-    const bool worked = !output.sequences.empty() || !encoding_.empty();
+    const bool worked = !output.sequences.empty() || !encoding_.empty() || !fetching_.empty();
+    for (int i = 0; i < shape.fetches && !fetching_.empty(); ++i) fetch_one(!shape.fetch_fails);
     for (int i = 0; i < shape.encodes && !encoding_.empty(); ++i) encode_one(!shape.encode_fails);
     check_memory();
     return worked;
@@ -154,6 +160,7 @@ class Load {
     }
     SchedRequest request = make_request(id, wish.prompt, wish.media, shape.priority);
     if (shape.other_token > 0) request.prompt[static_cast<size_t>(shape.other_token % wish.prompt)] = 1000;
+    request.given = wish.given = shape.given % wish.prompt;
     request.cache_salt = std::string(static_cast<size_t>(shape.salt), 's');
     RC_ASSERT(scheduler_.add(std::move(request), now_).ok());
   }
@@ -161,7 +168,8 @@ class Load {
   // Takes over what the output says of who holds what.
   void take(const SchedulerOutput& output) {
     for (const RequestId id : output.preempted) {
-      RC_ASSERT(!wishes_.at(id.value).ended);
+      RC_ASSERT(!wishes_.at(id.value).ended && !wishes_.at(id.value).fetching);
+      wishes_.at(id.value).given = wishes_.at(id.value).fetched = 0;
       tables_.erase(id.value);
     }
     for (const SlotId slot : output.evicted) {
@@ -175,6 +183,10 @@ class Load {
       encoding_.push_back(work.slot);
     }
     for (const SequenceWork& work : output.sequences) tables_[work.id.value] = work.blocks;
+    for (const KvFetch& fetch : output.kv_fetches) {
+      tables_[fetch.id.value] = fetch.blocks;
+      fetching_.push_back(fetch);
+    }
   }
 
   void check_work(const SchedulerOutput& output) {
@@ -182,18 +194,32 @@ class Load {
     for (const auto& [id, table] : tables_) {
       for (const BlockId block : table) ++holders[block.value];
     }
+    const auto owns = [&](const std::vector<BlockId>& blocks, int64_t begin, int64_t count) {
+      RC_ASSERT(count > 0);
+      RC_ASSERT(static_cast<int64_t>(blocks.size()) * config_.block_size >= begin + count);
+      for (int64_t at = begin; at < begin + count; ++at) {  // what is written, nobody else holds
+        RC_ASSERT(holders.at(blocks[static_cast<size_t>(at / config_.block_size)].value) == 1);
+      }
+    };
+    for (const KvFetch& fetch : output.kv_fetches) {
+      Wish& wish = wishes_.at(fetch.id.value);
+      RC_ASSERT(!wish.ended && !wish.in_step && !wish.fetching);
+      RC_ASSERT(fetch.begin + fetch.count == wish.given);  // all that was not there, and once
+      RC_ASSERT(fetch.begin % config_.block_size == 0);
+      wish.fetching = true;
+      wish.given = 0;
+      owns(fetch.blocks, fetch.begin, fetch.count);
+    }
     int64_t tokens = 0;
     for (const SequenceWork& work : output.sequences) {
       tokens += work.count;
       Wish& wish = wishes_.at(work.id.value);
-      RC_ASSERT(!wish.ended && !wish.in_step);
+      RC_ASSERT(!wish.ended && !wish.in_step && !wish.fetching);
+      RC_ASSERT(work.begin >= wish.given);  // nothing is computed that is given
+      RC_ASSERT(work.begin >= wish.fetched);
       wish.in_step = true;
-      RC_ASSERT(work.count > 0);
-      RC_ASSERT(static_cast<int64_t>(work.blocks.size()) * config_.block_size >= work.begin + work.count);
+      owns(work.blocks, work.begin, work.count);
       RC_ASSERT(work.samples == (work.begin + work.count == wish.prompt + wish.got));
-      for (int64_t at = work.begin; at < work.begin + work.count; ++at) {  // what is written, nobody else holds
-        RC_ASSERT(holders.at(work.blocks[static_cast<size_t>(at / config_.block_size)].value) == 1);
-      }
       for (const MediaUse& use : work.media) {
         RC_ASSERT(slots_.count(use.slot.value) == 1);
         RC_ASSERT(slots_.at(use.slot.value).ready);
@@ -219,7 +245,8 @@ class Load {
     RC_ASSERT(stats.encoder_bytes_used == bytes);
     RC_ASSERT(bytes <= config_.encoder_cache_bytes);
     RC_ASSERT(stats.prefix_hits <= stats.prefix_queries);
-    for (const auto& [id, wish] : wishes_) RC_ASSERT(scheduler_.scheduler().knows(RequestId{id}) == !wish.ended);
+    for (const auto& [id, wish] : wishes_)
+      RC_ASSERT(scheduler_.scheduler().knows(RequestId{id}) == (!wish.ended || wish.in_step || wish.fetching));
     scheduler_.scheduler().check_invariants();
   }
 
@@ -253,6 +280,17 @@ class Load {
     }
   }
 
+  void fetch_one(bool ok) {
+    const KvFetch fetch = fetching_.front();
+    fetching_.pop_front();
+    RC_ASSERT(scheduler_.scheduler().fetches(fetch.id));
+    scheduler_.commit_kv(fetch.id, ok);
+    Wish& wish = wishes_.at(fetch.id.value);
+    wish.fetching = false;
+    if (ok) wish.fetched = fetch.begin + fetch.count;
+    if (wish.ended) tables_.erase(fetch.id.value);
+  }
+
   void encode_one(bool ok) {
     const SlotId slot = encoding_.front();
     encoding_.pop_front();
@@ -274,12 +312,12 @@ class Load {
     if (!wishes_.at(id).ended) end(id);
   }
 
-  // Each ends once; its blocks are free at once, or when its step is done.
+  // Each ends once; its blocks are free at once, or when its step or its fetch is done.
   void end(int64_t id) {
     Wish& wish = wishes_.at(id);
     RC_ASSERT(!wish.ended);
     wish.ended = true;
-    if (!wish.in_step) tables_.erase(id);
+    if (!wish.in_step && !wish.fetching) tables_.erase(id);
   }
 
   SchedulerConfig config_;
@@ -292,11 +330,13 @@ class Load {
   std::map<int64_t, std::vector<BlockId>> tables_;  // of those that run, as last told
   std::map<int64_t, Slot> slots_;
   std::deque<SlotId> encoding_;
+  std::deque<KvFetch> fetching_;
   double now_ = 0;
 };
 
 // Every request ends once, every token that is sampled follows the whole prompt, what a step writes belongs to one
-// sequence alone, nothing is held in the end, and the record of it all gives the same decisions again.
+// sequence alone, nothing that is given is computed unless it did not come, nothing is held in the end, and the record
+// of it all gives the same decisions again.
 RC_GTEST_PROP(SchedulerProperty, NothingLeaksAndEachRequestEndsOnce, ()) {
   const SchedulerConfig config = some_config();
   const auto requests = *rc::gen::container<std::vector<RequestShape>>(request_shape());

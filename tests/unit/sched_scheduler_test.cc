@@ -233,7 +233,7 @@ TEST(Replay, RefusesWhatNoEngineCouldHaveTold) {
   RecordedScheduler scheduler(small_config(), [&](std::string_view line) { record += line; });
   ASSERT_TRUE(scheduler.add(make_request(1, 5), 0).ok());
   scheduler.schedule(0);
-  const std::string add = R"({"event":"add","now":0,"priority":0,"salt":"",)";
+  const std::string add = R"({"event":"add","now":0,"priority":0,"salt":"","given":0,)";
   const std::string item = R"({"key":")" + std::string(64, 'a') + R"(","modality":0,"cost":1,"bytes":1,)";
   const std::pair<std::string, std::string> lines[] = {
       {"7", "an object was expected, found 7"},
@@ -244,6 +244,9 @@ TEST(Replay, RefusesWhatNoEngineCouldHaveTold) {
       {R"({"event":"commit","step":1,"tokens":[1.5]})", "'tokens' must hold whole numbers, found 1.5"},
       {R"({"event":"commit_failed","step":2})", "step 2 is not in flight"},
       {R"({"event":"commit_encode","slot":4,"ok":true})", "nothing is being encoded into slot 4"},
+      {R"({"event":"commit_kv","id":1,"ok":true})", "the request 1 fetches no keys and values"},
+      {R"({"event":"add","now":0,"id":2,"priority":0,"salt":"","given":1,"prompt":[1],"media":[]})",
+       "the keys and values of 1 of its 1 tokens are given; the last is computed here"},
       {add + R"("id":1,"prompt":[1],"media":[]})", "the request 1 is there already"},
       {add + R"("id":2,"prompt":[],"media":[]})", "the request has no tokens"},
       {add + R"("id":2,"prompt":[-1],"media":[]})", "'prompt' must be between 0 and 2147483647, found -1"},
