@@ -122,7 +122,7 @@ absl::StatusOr<std::optional<PoolServing>> read_placement(const ServeFlags& flag
   PARVL_ASSIGN_OR_RETURN(PoolServing pools,
                          read_pools(flags.config, flags.device_map, flags.serve.model_dir, flags.engine.load.dtype));
   if (!flags.print_config) {
-    PARVL_RETURN_IF_ERROR(check_servable(pools.plan));
+    PARVL_RETURN_IF_ERROR(check_servable(pools.allocation, pools.plan));
     return pools;
   }
   std::printf("%s\n", placement_json(pools.allocation, pools.plan, pools.device_map).dump(2).c_str());

@@ -120,14 +120,33 @@ absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::str
   return out;
 }
 
-absl::Status check_servable(const PlacementPlan& plan) {
+namespace {
+
+// What is moved between a prefill and a decode instance lies on one device of each.
+absl::Status check_half(const Allocation& allocation, const PoolPlan& pool) {
+  const bool half = pool.role == PoolRole::kPrefill || pool.role == PoolRole::kDecode;
+  if (!half || pool.devices_an_instance == 1) return absl::OkStatus();
+  for (const ModuleSpec& module : allocation.modules) {
+    if (module.pool != pool.name || module.module != ModuleName::kBackbone) continue;
+    const std::pair<const char*, std::optional<int64_t>> sizes[] = {
+        {"tp_size", module.tp}, {"pp_size", module.pp}, {"sp_size", module.sp}, {"dp_size", module.dp}};
+    for (const auto& [key, size] : sizes) {
+      if (size.value_or(1) == 1) continue;
+      return absl::UnimplementedError(
+          absl::StrCat(module.where.at(key), " (", *size, "): an instance of several devices with the role ",
+                       std::string(kRoleNames[static_cast<size_t>(pool.role)]),
+                       " is not available yet; leave it out, or give ", pool.name, " the role llm"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status check_servable(const Allocation& allocation, const PlacementPlan& plan) {
   const std::string instead = "; --print-config shows what became of it";
   for (const PoolPlan& pool : plan.pools) {
-    if (pool.role != PoolRole::kLlm && pool.role != PoolRole::kEncode) {
-      return absl::UnimplementedError(absl::StrCat("pool ", pool.name, ": serving with the role ",
-                                                   std::string(kRoleNames[static_cast<size_t>(pool.role)]),
-                                                   " is not available yet", instead));
-    }
+    if (const absl::Status status = check_half(allocation, pool); !status.ok()) return status;
     for (const PlacedModule& placed : pool.modules) {
       // Over the devices of an instance the LLM is cut by tensors and layers; its encoder is whole, on each.
       const ModuleLayout& layout = placed.layout;
@@ -159,7 +178,9 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
     options.fleet.pools.push_back({.name = pool.name,
                                    .instances = pool.instances,
                                    .encodes = holds(ModuleName::kVisionEncoder),
-                                   .generates = holds(ModuleName::kBackbone)});
+                                   .generates = holds(ModuleName::kBackbone) && pool.role != PoolRole::kDecode,
+                                   .hands_over = pool.role == PoolRole::kPrefill,
+                                   .takes_over = pool.role == PoolRole::kDecode});
     EngineOptions own = engine;
     own.load.device = devices[pool.name];
     own.tensor_ranks = backbone_layout(pool).tp;
@@ -172,8 +193,9 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
       own.load.modules.emplace_back(kModuleNames[static_cast<size_t>(placed.module)]);
     }
     options.engines.push_back(own);
-    log_info("pool ", pool.name, ": ", pool.instances, pool.instances == 1 ? " instance" : " instances", " with ",
-             modules_text(pool), " on ", pool.device, devices[pool.name] == "cpu" ? " (cpu)" : "");
+    log_info("pool ", pool.name, " (", std::string(kRoleNames[static_cast<size_t>(pool.role)]), "): ", pool.instances,
+             pool.instances == 1 ? " instance" : " instances", " with ", modules_text(pool), " on ", pool.device,
+             devices[pool.name] == "cpu" ? " (cpu)" : "");
   }
   log_info("each pool keeps its instances: scaling by load is not available yet");
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;

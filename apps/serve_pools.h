@@ -24,7 +24,7 @@ absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::str
                                        const std::string& model_dir, const std::string& dtype);
 
 // Unimplemented for what an instance cannot be yet.
-absl::Status check_servable(const PlacementPlan& plan);
+absl::Status check_servable(const Allocation& allocation, const PlacementPlan& plan);
 
 // Starts every instance; returns when all are ready. `engine`: the options of each. `view` shows them from the start.
 absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,

@@ -110,6 +110,7 @@ Fleet::Actions Fleet::request(RequestId id, const RequestEvent& event, double at
   if (event.kind == Tell::kInstanceLost) {
     const Instance* const lost = &at(event.instance);
     if (request.generating == lost) request.leave_generation();
+    if (request.kv_on == lost) request.leave_kv();
     for (size_t i = 0; i < request.encoding.size(); ++i) {
       if (request.encoding[i] == lost) request.leave_encoding(i);
       if (request.holding[i] == lost) request.leave_output(i);
@@ -128,6 +129,7 @@ Fleet::Actions Fleet::request(RequestId id, const RequestEvent& event, double at
     request.leave_generation();
   }
   // What the lifecycle did not take up was late, and changes nothing here either.
+  if (event.kind == Tell::kPrefilled && request.life.has_kv() && request.kv_on == nullptr) request.keep_kv();
   const bool encoded = event.kind == Tell::kEncoded && event.item < request.encoding.size();
   if (encoded && request.life.holder(event.item).has_value() && request.encoding[event.item] != nullptr) {
     Instance* const there = request.encoding[event.item];
@@ -163,6 +165,7 @@ std::optional<RequestEvent> Fleet::apply(RequestId id, Request& request, const R
   switch (action.kind) {
     case Do::kPlaceEncoding:
     case Do::kPlaceGeneration:
+    case Do::kPlaceDecoding:
       return place(id, request, action, at_s);
     case Do::kEncode: {
       Instance& instance = at(action.instance);
@@ -172,6 +175,7 @@ std::optional<RequestEvent> Fleet::apply(RequestId id, Request& request, const R
       instance.images.add({&request.what.item_key[action.item], 1});
       break;
     }
+    case Do::kDecode:  // its prompt finds room there, or waits for it
     case Do::kGenerate: {
       Instance& instance = at(action.instance);
       const auto cached = static_cast<int64_t>(instance.prefixes.match(request.what.chain)) * settings_.block_tokens;
@@ -189,6 +193,9 @@ std::optional<RequestEvent> Fleet::apply(RequestId id, Request& request, const R
     case Do::kLetGo:
       request.leave_output(action.item);
       break;
+    case Do::kLetGoKv:
+      request.leave_kv();
+      break;
     case Do::kCancelEncoding:
       request.leave_encoding(action.item);
       break;
@@ -204,14 +211,16 @@ std::optional<RequestEvent> Fleet::apply(RequestId id, Request& request, const R
 
 // What `action` asks for of a pool.
 bool FleetPool::*Fleet::asked(const RequestAction& action) {
+  if (action.kind == Do::kPlaceDecoding) return &FleetPool::takes_over;
   return action.kind == Do::kPlaceEncoding ? &FleetPool::encodes : &FleetPool::generates;
 }
 
-RequestEvent Fleet::placed(const RequestAction& action, InstanceId chosen) {
+RequestEvent Fleet::placed(const RequestAction& action, InstanceId chosen) const {
   return {.kind = action.kind == Do::kPlaceEncoding ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
           .instance = chosen,
           .item = action.item,
-          .attempt = action.attempt};
+          .attempt = action.attempt,
+          .hands_over = settings_.pools[instances_[static_cast<size_t>(chosen.value)]->pool].hands_over};
 }
 
 // What was asked for before is not asked for any more: of that item, or of the generation, for which all items must be
@@ -270,7 +279,8 @@ std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAct
   std::optional<InstanceId> chosen;
   for (size_t i = 0; i < loads.size() && !chosen.has_value(); ++i) {
     chosen = encodes ? route_encoding(loads[i], request.what.patches[action.item], settings_.costs)
-                     : route_generation(loads[i], request.what.needs, settings_.costs);
+             : action.kind == Do::kPlaceDecoding ? route_decoding(loads[i], request.what.needs)
+                                                 : route_generation(loads[i], request.what.needs, settings_.costs);
   }
   return chosen;
 }
@@ -327,73 +337,6 @@ double Fleet::next_tick_s() const {
   }
   for (const Parked& parked : parked_) next = std::min(next, parked.since_s + settings_.park_s);
   return next;
-}
-
-InstanceView Fleet::instance(InstanceId id) const {
-  const Instance& instance = *instances_[static_cast<size_t>(id.value)];
-  InstanceView view;
-  view.id = id;
-  view.pool = instance.pool;
-  view.epoch = instance.life.epoch();
-  view.state = instance.life.state();
-  view.open = instance.open;
-  view.added = instance.added;
-  view.running = instance.generations + instance.encodings;
-  view.failures = instance.life.failures();
-  view.stale = instance.life.stale_events();
-  view.reason = instance.life.reason();
-  view.room = instance.room;
-  return view;
-}
-
-std::vector<InstanceView> Fleet::instances() const {
-  std::vector<InstanceView> out;
-  for (const auto& instance : instances_) out.push_back(this->instance(instance->id));
-  return out;
-}
-
-int64_t Fleet::capacity() const {
-  int64_t total = 0;
-  for (const auto& instance : instances_) {
-    if (instance->open && pool_of(*instance).generates) total += instance->room.max_running;
-  }
-  return total;
-}
-
-std::string Fleet::states_of(size_t pool) const {
-  std::string out;
-  for (const auto& instance : instances_) {
-    if (instance->pool != pool) continue;
-    const std::string_view state = kInstanceStateNames[static_cast<size_t>(instance->life.state())];
-    const std::string& reason = instance->life.reason();
-    absl::StrAppend(&out, out.empty() ? "" : "; ", "instance ", instance->id.value, " is ", std::string(state),
-                    reason.empty() ? "" : " after it failed: ", reason);
-  }
-  return out;
-}
-
-absl::Status Fleet::missing(bool FleetPool::*does) const {
-  std::string why;
-  for (size_t pool = 0; pool < settings_.pools.size(); ++pool) {
-    if (!(settings_.pools[pool].*does)) continue;
-    for (const auto& instance : instances_) {
-      if (instance->pool == pool && instance->open) return absl::OkStatus();
-    }
-    absl::StrAppend(&why, why.empty() ? "" : "; ", settings_.pools[pool].name, ": ", states_of(pool));
-  }
-  return absl::UnavailableError("no instance can take it (" + why + ")");
-}
-
-absl::Status Fleet::can_generate() const { return missing(&FleetPool::generates); }
-
-absl::Status Fleet::health() const {
-  for (size_t pool = 0; pool < settings_.pools.size(); ++pool) {
-    const auto serves = [&](const auto& instance) { return instance->pool == pool && instance->open; };
-    if (std::any_of(instances_.begin(), instances_.end(), serves)) continue;
-    return absl::UnavailableError(
-        absl::StrCat("pool ", settings_.pools[pool].name, " has no instance that is ready: ", states_of(pool)));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace parvl

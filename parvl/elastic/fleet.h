@@ -46,7 +46,8 @@ class Fleet {
   int64_t capacity() const;
   // OK when every pool has an open instance; else Unavailable, naming the pool and why.
   absl::Status health() const;
-  // OK when any instance is open that generates; else likewise.
+  // OK when any instance is open that generates, and where they hand over what they begin, any that goes on; else
+  // likewise.
   absl::Status can_generate() const;
   // Likewise that encodes, or can soon, and not too many requests wait for it.
   absl::Status can_encode(double at_s) const;
@@ -59,7 +60,7 @@ class Fleet {
   struct Request;
   struct Parked {
     RequestId request;
-    RequestAction action;  // kPlaceEncoding or kPlaceGeneration
+    RequestAction action;  // kPlaceEncoding, kPlaceGeneration or kPlaceDecoding
     double since_s;
     bool encodes() const { return action.kind == RequestAction::Kind::kPlaceEncoding; }
   };
@@ -71,7 +72,7 @@ class Fleet {
                                     Actions& out);
   std::optional<RequestEvent> place(RequestId id, Request& request, const RequestAction& action, double at_s);
   static bool FleetPool::*asked(const RequestAction& action);
-  static RequestEvent placed(const RequestAction& action, InstanceId chosen);
+  RequestEvent placed(const RequestAction& action, InstanceId chosen) const;
   std::optional<InstanceId> choose(const Request& request, const RequestAction& action) const;
   void move_all(Instance& instance, double at_s, Actions& out);
   void place_parked(double at_s, Actions& out);

@@ -57,6 +57,7 @@ struct Fleet::Request {
   RequestLifecycle life;
   FleetRequest what;
   Instance* generating = nullptr;
+  Instance* kv_on = nullptr;   // where the keys and values of what is delivered lie
   int64_t pending_tokens = 0;  // of the prompt, until the first token of this attempt
   std::vector<Instance*> encoding, holding;
   // Who could not do it the last time: nobody's choice while there is another.
@@ -65,7 +66,7 @@ struct Fleet::Request {
 
   bool uses(const Instance& instance) const {
     const auto is_it = [&](const Instance* one) { return one == &instance; };
-    return is_it(generating) || std::any_of(encoding.begin(), encoding.end(), is_it) ||
+    return is_it(generating) || is_it(kv_on) || std::any_of(encoding.begin(), encoding.end(), is_it) ||
            std::any_of(holding.begin(), holding.end(), is_it);
   }
   void computed_prompt() {
@@ -80,6 +81,15 @@ struct Fleet::Request {
     if (generating != nullptr) --generating->generations;
     generating = nullptr;
   }
+  void leave_kv() {
+    if (Instance* const was = std::exchange(kv_on, nullptr); was != nullptr) --was->held;
+  }
+  // What was begun there has come as far as it was to.
+  void keep_kv() {
+    kv_on = generating;
+    ++kv_on->held;
+    leave_generation();
+  }
   void leave_encoding(size_t item) {
     Instance* const was = std::exchange(encoding[item], nullptr);
     if (was == nullptr) return;
@@ -91,6 +101,7 @@ struct Fleet::Request {
   }
   void leave_all() {
     leave_generation();
+    leave_kv();
     for (size_t i = 0; i < encoding.size(); ++i) {
       leave_encoding(i);
       leave_output(i);

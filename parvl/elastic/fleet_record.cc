@@ -21,7 +21,9 @@ constexpr int64_t kMostInstances = 10'000, kMostItems = 1 << 20;
 
 Json settings_json(const FleetSettings& s) {
   Json pools = Json::array();
-  for (const FleetPool& pool : s.pools) pools.push_back({pool.name, pool.instances, pool.encodes, pool.generates});
+  for (const FleetPool& pool : s.pools) {
+    pools.push_back({pool.name, pool.instances, pool.encodes, pool.generates, pool.hands_over, pool.takes_over});
+  }
   const InstanceLimits& i = s.instance;
   return {{"fleet_record", kFleetRecordFormat},
           {"pools", std::move(pools)},
@@ -41,7 +43,7 @@ FleetSettings settings_from(const Json& j) {
   FleetSettings s;
   int64_t instances = 0;
   for (const Json& pool : j.at("pools")) {
-    s.pools.push_back({pool.at(0), pool.at(1), pool.at(2), pool.at(3)});
+    s.pools.push_back({pool.at(0), pool.at(1), pool.at(2), pool.at(3), pool.at(4), pool.at(5)});
     if (s.pools.back().instances < 0 || s.pools.back().instances > kMostInstances - instances) {
       throw std::runtime_error("the pools have too many instances");
     }

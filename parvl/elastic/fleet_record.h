@@ -11,7 +11,7 @@
 
 namespace parvl {
 
-inline constexpr int kFleetRecordFormat = 2;
+inline constexpr int kFleetRecordFormat = 3;
 
 class RecordedFleet {
  public:

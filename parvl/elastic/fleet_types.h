@@ -19,6 +19,8 @@ struct FleetPool {
   std::string name;
   int64_t instances = 1;
   bool encodes = true, generates = true;  // what may be asked of them
+  // Of a prefill pool: what its instances begin goes on on others. Of a decode pool: they go on with that.
+  bool hands_over = false, takes_over = false;
 };
 
 struct FleetSettings {

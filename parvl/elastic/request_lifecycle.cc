@@ -26,6 +26,9 @@ void RequestLifecycle::let_go_all(Actions& out) {
     items_[i].where = Where::kNowhere;
     out.push_back({.kind = Do::kLetGo, .instance = items_[i].instance, .item = i, .attempt = items_[i].attempt});
   }
+  if (const auto kv = std::exchange(kv_, std::nullopt); kv.has_value()) {
+    out.push_back({.kind = Do::kLetGoKv, .instance = kv->instance, .attempt = kv->attempt});
+  }
 }
 
 std::vector<RequestAction> RequestLifecycle::end(absl::Status status) {
@@ -59,7 +62,7 @@ std::vector<RequestAction> RequestLifecycle::generate(const absl::Status& why) {
   generation_.where = Where::kAsked;
   ++generation_.attempt;
   has_begun_ = is_refetch_ = false;
-  return {{.kind = Do::kPlaceGeneration, .attempt = generation_.attempt}};
+  return {{.kind = kv_.has_value() ? Do::kPlaceDecoding : Do::kPlaceGeneration, .attempt = generation_.attempt}};
 }
 
 std::vector<RequestAction> RequestLifecycle::encode_missing() {
@@ -76,10 +79,11 @@ std::vector<RequestAction> RequestLifecycle::encode_missing() {
 
 // Whatever is missing for the generation first.
 std::vector<RequestAction> RequestLifecycle::go_on() {
-  Actions out = encode_missing();
-  if (ended_) return out;
+  Actions out;
+  if (!kv_.has_value()) out = encode_missing();
+  if (ended_ || generation_.where != Where::kNowhere) return out;
   const auto is_there = [](const Item& item) { return item.where == Where::kThere; };
-  if (generation_.where != Where::kNowhere || !std::all_of(items_.begin(), items_.end(), is_there)) return out;
+  if (!kv_.has_value() && !std::all_of(items_.begin(), items_.end(), is_there)) return out;
   for (RequestAction& action : generate(absl::UnavailableError("its instances were lost too often"))) {
     out.push_back(std::move(action));
   }
@@ -97,14 +101,15 @@ bool RequestLifecycle::generates(const RequestEvent& event) const {
          !choices_[event.choice].finished;
 }
 
-// With the first token of an attempt the generating instance has taken all encoder output over.
+// With the first token of an attempt the generating instance has taken all over that lies elsewhere. Of one that is to
+// go on on another, that one may need the images still.
 std::vector<RequestAction> RequestLifecycle::take_token(const RequestEvent& event) {
   Choice& choice = choices_[event.choice];
   if (event.index != choice.delivered) return {};
   ++choice.delivered;
   has_begun_ = true;
   Actions out = {{.kind = Do::kDeliver, .choice = event.choice, .attempt = event.attempt}};
-  let_go_all(out);
+  if (!hands_over_) let_go_all(out);
   return out;
 }
 
@@ -120,12 +125,15 @@ std::vector<RequestAction> RequestLifecycle::lose(InstanceId instance) {
   const auto is_there = [&](const Item& item) {
     return item.instance == instance && (item.where == Where::kRunning || item.where == Where::kThere);
   };
-  bool lost = false;
+  const bool kv_lost = kv_.has_value() && kv_->instance == instance;
+  if (kv_lost) kv_.reset();
+  bool lost = kv_lost && generation_.where != Where::kRunning;
   for (Item& item : items_) {
-    // What a running generation may have taken over already is needed again only if that is lost, too.
+    // What a running generation may have taken over already is needed again only if that is lost, too; and nothing is
+    // while there are keys and values.
     if (!is_there(item)) continue;
     item.where = Where::kNowhere;
-    lost = lost || generation_.where != Where::kRunning;
+    lost = lost || (generation_.where != Where::kRunning && !kv_.has_value());
   }
   if (is_there(generation_)) {
     generation_.where = Where::kNowhere;
@@ -136,13 +144,34 @@ std::vector<RequestAction> RequestLifecycle::lose(InstanceId instance) {
   return lost ? go_on() : Actions{};
 }
 
+// An attempt that has begun fails because what it needs was not there the second time.
+void RequestLifecycle::count_no_try() {
+  if (!has_begun_ || std::exchange(is_refetch_, true)) return;
+  ++generation_.uncounted;
+  for (Item& item : items_) ++item.uncounted;  // all of them are encoded again
+}
+
+std::vector<RequestAction> RequestLifecycle::take_kv_lost(const RequestEvent& event) {
+  if (!is_current(generation_, event, Where::kRunning)) return {};
+  count_no_try();
+  const auto kv = std::exchange(kv_, std::nullopt);
+  if (!kv.has_value()) return {};
+  return {{.kind = Do::kLetGoKv, .instance = kv->instance, .attempt = kv->attempt}};
+}
+
+std::vector<RequestAction> RequestLifecycle::take_place(const RequestEvent& event) {
+  if (!is_current(generation_, event, Where::kAsked)) return {};
+  generation_.where = Where::kRunning;
+  generation_.instance = event.instance;
+  hands_over_ = event.hands_over && !kv_.has_value();
+  return {
+      {.kind = kv_.has_value() ? Do::kDecode : Do::kGenerate, .instance = event.instance, .attempt = event.attempt}};
+}
+
 // Of an attempt that has moved on, it is late, and the next one will see for itself.
 std::vector<RequestAction> RequestLifecycle::take_output_lost(const RequestEvent& event) {
   if (event.item >= items_.size() || !is_current(generation_, event, Where::kRunning)) return {};
-  if (has_begun_ && !std::exchange(is_refetch_, true)) {
-    ++generation_.uncounted;
-    for (Item& item : items_) ++item.uncounted;  // all of them are encoded again
-  }
+  count_no_try();
   Item& item = items_[event.item];
   if (item.where != Where::kThere) return {};
   item.where = Where::kNowhere;
@@ -172,10 +201,15 @@ std::vector<RequestAction> RequestLifecycle::handle(const RequestEvent& event) {
     case Kind::kOutputLost:
       return take_output_lost(event);
     case Kind::kGenerationPlaced:
-      if (!is_current(generation_, event, Where::kAsked)) return {};
-      generation_.where = Where::kRunning;
-      generation_.instance = event.instance;
-      return {{.kind = Do::kGenerate, .instance = event.instance, .attempt = event.attempt}};
+      return take_place(event);
+    case Kind::kPrefilled:
+      if (!is_current(generation_, event, Where::kRunning) || !hands_over_) return {};
+      kv_ = {generation_.instance, generation_.attempt};
+      generation_.where = Where::kNowhere;
+      ++generation_.uncounted;  // the other half is the same try
+      return go_on();
+    case Kind::kKvLost:
+      return take_kv_lost(event);
     case Kind::kToken:
       return generates(event) ? take_token(event) : Actions{};
     case Kind::kFinished:

@@ -1,9 +1,12 @@
 // The life of one request across instances: its images are encoded where there is room, its choices are generated on
 // one instance at a time, and when an instance is lost the rest goes on elsewhere from the tokens that the client has
-// already. A pure state machine: events in, actions out; the gateway carries them out.
+// already. Where prompts have instances of their own, a choice is begun on one, with its first token, and goes on on
+// another from the keys and values that lie there. A pure state machine: events in, actions out; the gateway carries
+// them out.
 //
 // Its promises, whatever comes in whatever order: exactly one end; each token of each choice is delivered once and in
-// order; encoder output that was left on an instance is let go once; nothing is asked of an instance that was lost.
+// order; what was left on an instance, encoder output or keys and values, is let go once; nothing is asked of an
+// instance that was lost.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +34,11 @@ struct RequestEvent {
     kEncoded,           // the item's encoder output lies on `instance`
     kEncodingFailed,    // `status`; Unavailable: somebody else might do it
     kOutputLost,        // the generation `attempt` could not have the output of `item`; before the failure of that
-    kGenerationPlaced,  // the router chose `instance` for this `attempt`
+    kGenerationPlaced,  // the router chose `instance` for this `attempt`, which `hands_over` what it begins
     kToken,             // the `index`-th of `choice`, from 0
     kFinished,          // `choice`, after its last token
+    kPrefilled,         // such an attempt has done its part: its keys and values lie where it ran
+    kKvLost,            // the generation `attempt` could not have those; before the failure of that
     kGenerationFailed,  // `status`; Unavailable: somebody else might do it
     kInstanceLost,      // `instance` is fenced
     kNowhere,           // the router has no instance for what was last asked of it, and none is coming: `status`
@@ -45,6 +50,7 @@ struct RequestEvent {
   size_t item = 0, choice = 0;
   int attempt = 0;  // of what belongs to a generation or an encoding
   int64_t index = 0;
+  bool hands_over = false;
   absl::Status status = absl::OkStatus();
 };
 
@@ -54,8 +60,11 @@ struct RequestAction {
     kEncode,           // on `instance`
     kPlaceGeneration,  // ask the router where to generate
     kGenerate,         // on `instance`: each choice that is not finished, from as many tokens as `delivered` says
+    kPlaceDecoding,    // ask the router where to go on
+    kDecode,           // on `instance`, likewise, from the keys and values that lie elsewhere
     kDeliver,          // the token of this event, to the client
     kLetGo,            // the output of `item` on `instance` is not needed any more
+    kLetGoKv,          // the keys and values on `instance`, of `attempt`, are not needed any more
     kCancelEncoding,   // of `item` on `instance`
     kCancelGeneration,
     kEnd,  // the one and only; `status`. Cancelled: the client has left
@@ -82,6 +91,7 @@ class RequestLifecycle {
   bool finished(size_t choice) const { return choices_[choice].finished; }
   // Where the encoder output of an item lies; none while it does nowhere.
   std::optional<InstanceId> holder(size_t item) const;
+  bool has_kv() const { return kv_.has_value(); }  // the keys and values up to what is delivered lie on an instance
 
  private:
   enum class Where { kNowhere, kAsked, kRunning, kThere };  // the router is asked, an instance works, it is done
@@ -91,6 +101,10 @@ class RequestLifecycle {
     int uncounted = 0;  // attempts, of these
     InstanceId instance = {};
   };
+  struct Kv {
+    InstanceId instance = {};
+    int attempt = 0;
+  };
   struct Choice {
     int64_t delivered = 0;
     bool finished = false;
@@ -99,6 +113,9 @@ class RequestLifecycle {
 
   Actions encode(size_t item, const absl::Status& why);
   Actions take_output_lost(const RequestEvent& event);
+  Actions take_kv_lost(const RequestEvent& event);
+  Actions take_place(const RequestEvent& event);
+  void count_no_try();
   Actions encode_missing();
   Actions generate(const absl::Status& why);
   Actions go_on();
@@ -114,6 +131,8 @@ class RequestLifecycle {
   std::vector<Item> items_;
   std::vector<Choice> choices_;
   Item generation_;          // `item` has no meaning in its actions
+  bool hands_over_ = false;  // this attempt does
+  std::optional<Kv> kv_;     // while it is there no image is encoded
   bool has_begun_ = false;   // this attempt has given a token
   bool is_refetch_ = false;  // this attempt fails because images were not there the second time
   bool ended_ = false;

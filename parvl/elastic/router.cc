@@ -34,6 +34,13 @@ std::optional<InstanceId> route_generation(std::span<const InstanceLoad> instanc
   });
 }
 
+std::optional<InstanceId> route_decoding(std::span<const InstanceLoad> instances, const GenerationNeeds& needs) {
+  return least(instances, [&](const InstanceLoad& instance) {
+    const bool waits = instance.running >= instance.max_running || instance.free_kv_tokens < needs.kv_tokens;
+    return std::tuple(waits, instance.running, -instance.free_kv_tokens);
+  });
+}
+
 std::optional<InstanceId> route_encoding(std::span<const InstanceLoad> instances, int64_t patches,
                                          const RouterCosts& costs) {
   return least(instances, [&](const InstanceLoad& instance) {

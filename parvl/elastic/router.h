@@ -42,6 +42,10 @@ struct GenerationNeeds {
 std::optional<InstanceId> route_generation(std::span<const InstanceLoad> instances, const GenerationNeeds& needs,
                                            const RouterCosts& costs = {});
 
+// Likewise the one where an answer that was begun elsewhere goes on: with the fewest beside it, then with the most free
+// KV memory.
+std::optional<InstanceId> route_decoding(std::span<const InstanceLoad> instances, const GenerationNeeds& needs);
+
 // Likewise for an image of so many patches: one that has its output already, else the one with the least before it.
 std::optional<InstanceId> route_encoding(std::span<const InstanceLoad> instances, int64_t patches,
                                          const RouterCosts& costs = {});

@@ -1,10 +1,9 @@
-#include "parvl/exec/engine_loop.h"
-
 #include <algorithm>
 #include <utility>
 
 #include "parvl/base/check.h"
 #include "parvl/base/file.h"
+#include "parvl/exec/engine_loop.h"
 #include "parvl/exec/text_stream.h"
 
 namespace parvl {

@@ -130,6 +130,10 @@ Metrics::Metrics(const std::string& pool, const std::string& model_name)
   preemptions_ = counter({"num_preemptions_total", "Generations that gave up their KV memory to others."});
   prefix_queries_ = counter({"prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache."});
   prefix_hits_ = counter({"prefix_cache_hits_total", "Prompt tokens that were found in the prefix cache."});
+  auto& handovers = family(prometheus::BuildCounter(), "parvl_kv_handovers_total",
+                           "Answers begun elsewhere, by what became of their keys and values here.", *registry_);
+  kv_fetched_ = &handovers.Add(joined(own_labels_, {{"outcome", "fetched"}}));
+  kv_computed_ = &handovers.Add(joined(own_labels_, {{"outcome", "computed"}}));
   mm_queries_ = counter({"mm_cache_queries_total", "Media items that were looked up in the encoder-output cache."});
   mm_hits_ = counter({"mm_cache_hits_total", "Media items that were found in the encoder-output cache."});
 }
@@ -203,6 +207,8 @@ std::string Metrics::text(const EngineStats& stats, int64_t queued, bool healthy
   raise_to(preemptions_, stats.preemptions);
   raise_to(prefix_queries_, stats.prefix_queries);
   raise_to(prefix_hits_, stats.prefix_hits);
+  raise_to(*kv_fetched_, static_cast<double>(stats.kv_fetched));
+  raise_to(*kv_computed_, static_cast<double>(stats.kv_fetch_failures));
   raise_to(mm_queries_, stats.encoder_queries);
   raise_to(mm_hits_, stats.encoder_hits);
   raise_to(*backbone_busy_, stats.backbone_busy_s);

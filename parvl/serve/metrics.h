@@ -89,7 +89,8 @@ class Metrics {
   std::map<FinishReason, Twin<prometheus::Counter>> success_;
   prometheus::Gauge* healthy_ = nullptr;
   prometheus::Histogram *overlap_ = nullptr, *overhead_ = nullptr;
-  prometheus::Counter *backbone_busy_ = nullptr, *encoder_busy_ = nullptr;
+  prometheus::Counter *backbone_busy_ = nullptr, *encoder_busy_ = nullptr, *kv_fetched_ = nullptr,
+                      *kv_computed_ = nullptr;
   struct WorkCounters {
     prometheus::Counter *replayed = nullptr, *launched = nullptr;
   };

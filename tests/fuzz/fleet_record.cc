@@ -15,6 +15,10 @@ std::string random_record(uint64_t seed) {
   parvl::FleetSettings settings;
   settings.pools = {{.name = "e", .instances = 1, .encodes = true, .generates = false},
                     {.name = "l", .instances = 2, .encodes = false, .generates = true}};
+  if (seed % 2 == 1) {
+    settings.pools[1] = {.name = "p", .encodes = false, .hands_over = true};
+    settings.pools.push_back({.name = "d", .encodes = false, .generates = false, .takes_over = true});
+  }
   std::string text;
   parvl::RecordedFleet fleet(settings, [&text](std::string_view line) { text += line; });
   double now = 0;
@@ -47,9 +51,10 @@ std::string random_record(uint64_t seed) {
       case 3:
       case 4: {
         parvl::RequestEvent event;
-        const Tell kinds[] = {Tell::kEncoded,  Tell::kEncodingFailed, Tell::kOutputLost,       Tell::kToken,
-                              Tell::kFinished, Tell::kLeft,           Tell::kGenerationFailed, Tell::kTimeUp};
-        event.kind = kinds[rng.below(8)];
+        const Tell kinds[] = {Tell::kEncoded,   Tell::kEncodingFailed, Tell::kOutputLost,       Tell::kToken,
+                              Tell::kFinished,  Tell::kLeft,           Tell::kGenerationFailed, Tell::kTimeUp,
+                              Tell::kPrefilled, Tell::kKvLost};
+        event.kind = kinds[rng.below(std::size(kinds))];
         event.instance = id;
         event.item = rng.below(2);
         event.attempt = static_cast<int>(1 + rng.below(2));

@@ -157,6 +157,64 @@ TEST(Fleet, AHungEncodingIsFoundBesideStepsThatEnd) {
   EXPECT_EQ(world.fleet.fleet().instances()[2].reason, "a step took too long");
 }
 
+TEST(Fleet, AnAnswerIsBegunInOnePoolAndGoesOnInTheOther) {
+  World world(halves(true));
+  EXPECT_FALSE(world.fleet.fleet().can_generate().ok());
+  for (const int64_t id : {0, 1, 2, 3}) world.open(InstanceId{id});
+  EXPECT_THAT(world.fleet.fleet().can_generate().message(),
+              ::testing::HasSubstr("decode-pool: instance 4 is starting"));
+  world.open_all();
+  EXPECT_TRUE(world.fleet.fleet().can_generate().ok());
+  EXPECT_EQ(world.fleet.fleet().capacity(), 8) << "of the two where answers stay";
+  world.arrive(7, 1, 3);
+  world.work(InstanceId{0});
+  ASSERT_EQ(world.processes[2].generations.size(), 1u);
+  world.work(InstanceId{2});
+  EXPECT_EQ(world.clients[7].delivered, 1);
+  EXPECT_EQ(world.processes[2].kv.size(), 1u);
+  EXPECT_EQ(world.processes[0].held.size(), 1u) << "whoever goes on may need the image";
+  ASSERT_EQ(world.processes[4].generations.size(), 1u);
+  world.work(InstanceId{4});
+  EXPECT_TRUE(world.processes[2].kv.empty());
+  EXPECT_TRUE(world.processes[0].held.empty());
+  world.work(InstanceId{4});
+  EXPECT_EQ(world.clients[7].ends, 1);
+  EXPECT_TRUE(world.clients[7].status.ok());
+  for (const InstanceView& view : world.fleet.fleet().instances()) EXPECT_EQ(view.running, 0);
+}
+
+TEST(Fleet, WhoeverHoldsKeysAndValuesIsNotGoneBeforeTheyAreTaken) {
+  World world(halves(false));
+  world.open_all();
+  world.arrive(1, 0, 3);
+  world.work(InstanceId{0});
+  ASSERT_EQ(world.processes[2].generations.size(), 1u);
+  world.take(world.fleet.instance(InstanceId{0}, {.kind = Said::kDrain, .at_s = world.now}));
+  EXPECT_EQ(world.processes[0].orders.back(), Order::kClose);
+  world.work(InstanceId{2});
+  EXPECT_EQ(world.processes[0].orders.back(), Order::kRelease);
+}
+
+TEST(Fleet, AnAnswerWaitsForADecodePoolThatComesBack) {
+  FleetSettings settings = halves(false);
+  settings.pools[1].instances = 1;
+  World world(settings);
+  world.open_all();
+  world.arrive(1, 0, 3);
+  world.work(InstanceId{0});
+  world.die(InstanceId{2});
+  EXPECT_FALSE(world.fleet.fleet().can_generate().ok());
+  EXPECT_EQ(world.fleet.fleet().capacity(), 0);
+  EXPECT_EQ(world.processes[0].kv.size(), 1u) << "it was not taken, so it is kept for the next one";
+  world.pass(1);
+  world.open(InstanceId{2});
+  ASSERT_EQ(world.processes[2].generations.size(), 1u);
+  world.work(InstanceId{2});
+  world.work(InstanceId{2});
+  EXPECT_TRUE(world.clients[1].status.ok());
+  EXPECT_EQ(world.clients[1].delivered, 3);
+}
+
 TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
   World world(two_pools());
   world.open_all();
@@ -177,14 +235,16 @@ TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
 // Whatever dies, comes back, drains or leaves in whatever order: each request ends once with all its tokens, or with a
 // reason, and nothing stays counted.
 RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
-  FleetSettings settings = two_pools();
-  settings.pools[1].encodes = *rc::gen::arbitrary<bool>();
+  const int shape = *rc::gen::inRange(0, 3);
+  FleetSettings settings = shape == 0 ? two_pools() : halves(shape == 1);
+  if (shape == 0) settings.pools[1].encodes = *rc::gen::arbitrary<bool>();
   settings.add_after_s = *rc::gen::element(0.0, 1.0, 5.0);
   settings.add_idle_s = *rc::gen::element(0.0, 1.0, 60.0);
   const bool comes_back = *rc::gen::arbitrary<bool>();
   World world(settings);
   int64_t next = 1;
-  const auto some = [] { return InstanceId{*rc::gen::inRange(0, 4)}; };
+  const auto count = static_cast<int64_t>(world.fleet.fleet().instances().size());
+  const auto some = [count] { return InstanceId{*rc::gen::inRange<int64_t>(0, count)}; };
   const int steps = *rc::gen::inRange(10, 150);
   for (int i = 0; i < steps; ++i) {
     const int dice = *rc::gen::inRange(0, 18);
@@ -193,7 +253,8 @@ RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
     if (dice == 2) world.die(id);
     if (dice == 3) world.pass(*rc::gen::element(0.1, 0.6, 2.0, 40.0));
     if (dice >= 4 && dice < 7 && next < 12) {
-      world.arrive(next++, *rc::gen::inRange<size_t>(0, 3), *rc::gen::inRange(1, 6));
+      const size_t items = shape == 2 ? 0 : *rc::gen::inRange<size_t>(0, 3);
+      world.arrive(next++, items, *rc::gen::inRange(1, 6));
     }
     if (dice >= 7 && dice < 14) world.work(id);
     if (dice == 14 && next > 1) {
@@ -206,9 +267,9 @@ RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
   }
   for (int round = 0; round < 60 && world.fleet.fleet().requests() > 0; ++round) {
     if (comes_back || round > 3) world.open_all();
-    for (int64_t id = 0; id < 4; ++id) world.add(InstanceId{id}, true);
+    for (int64_t id = 0; id < count; ++id) world.add(InstanceId{id}, true);
     for (int i = 0; i < 10; ++i) {
-      for (int64_t id = 0; id < 4; ++id) world.work(InstanceId{id});
+      for (int64_t id = 0; id < count; ++id) world.work(InstanceId{id});
     }
     world.pass(31);
   }
@@ -219,7 +280,8 @@ RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {
     RC_ASSERT(!client.status.ok() || client.delivered == world.lengths[id]);
   }
   for (const InstanceView& view : world.fleet.fleet().instances()) RC_ASSERT(view.running == 0);
-  for (const auto& [id, process] : world.processes) RC_ASSERT(process.held.empty() || !process.alive);
+  for (const auto& [id, process] : world.processes)
+    RC_ASSERT((process.held.empty() && process.kv.empty()) || !process.alive);
   const auto report = replay_fleet(world.record);
   RC_ASSERT(report.ok());
   RC_ASSERT(report->differing_line == 0);
@@ -251,8 +313,8 @@ TEST(FleetRecord, TheSameEventsGiveTheSameDecisionsAndOthersAreNamed) {
 
   const size_t cut = world.record.find('\n', world.record.size() / 2);
   EXPECT_TRUE(replay_fleet(world.record.substr(0, cut - 3))->cut);
-  for (const char* text :
-       {"", "{}\n", "[]\n", "{\"fleet_record\": 2}\n", "{\"fleet_record\":1,\"pools\":[[\"a\",-1,true,true]]}\n"}) {
+  for (const char* text : {"", "{}\n", "[]\n", "{\"fleet_record\": 2}\n",
+                           "{\"fleet_record\":3,\"pools\":[[\"a\",-1,true,true,false,false]]}\n"}) {
     EXPECT_FALSE(replay_fleet(text).ok()) << text;
   }
   const std::string settings = world.record.substr(0, world.record.find('\n') + 1);

@@ -1,50 +1,16 @@
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
 #include <map>
 #include <set>
 
-#include "parvl/elastic/request_lifecycle.h"
+#include "tests/unit/request_driver.h"
 
 namespace parvl {
 namespace {
 
-using Do = RequestAction::Kind;
-using Kind = RequestEvent::Kind;
-using ::testing::ElementsAre;
-using ::testing::IsEmpty;
-
-constexpr InstanceId kA{1}, kB{2}, kC{3};
-
-std::vector<Do> kinds(const std::vector<RequestAction>& actions) {
-  std::vector<Do> out;
-  for (const RequestAction& action : actions) out.push_back(action.kind);
-  return out;
-}
-
-absl::Status lost() { return absl::UnavailableError("gone"); }
-
-struct Driver {
-  explicit Driver(const RequestShape& shape) : request(shape) { first = kinds(request.start()); }
-  std::vector<Do> happens(const RequestEvent& event) { return kinds(request.handle(event)); }
-  // One image on A, then the generation on B.
-  void encode_and_generate() {
-    EXPECT_THAT(first, ElementsAre(Do::kPlaceEncoding));
-    EXPECT_THAT(happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1}), ElementsAre(Do::kEncode));
-    EXPECT_THAT(happens({.kind = Kind::kEncoded, .attempt = 1}), ElementsAre(Do::kPlaceGeneration));
-    EXPECT_EQ(request.holder(0), kA);
-    EXPECT_THAT(happens({.kind = Kind::kGenerationPlaced, .instance = kB, .attempt = 1}), ElementsAre(Do::kGenerate));
-  }
-  std::vector<Do> token(int64_t index, int attempt, size_t choice = 0) {
-    return happens({.kind = Kind::kToken, .choice = choice, .attempt = attempt, .index = index});
-  }
-  RequestLifecycle request;
-  std::vector<Do> first;
-};
-
 TEST(Request, OutputThatCannotBeFetchedIsMadeAgain) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.encode_and_generate();
   const auto lost_output = d.request.handle({.kind = Kind::kOutputLost, .attempt = 1});
   EXPECT_THAT(kinds(lost_output), ElementsAre(Do::kLetGo));
@@ -57,7 +23,7 @@ TEST(Request, OutputThatCannotBeFetchedIsMadeAgain) {
 }
 
 TEST(Request, WhatAnAttemptThatHasMovedOnLacksIsNoNews) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.encode_and_generate();
   EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kB}), ElementsAre(Do::kPlaceGeneration));
   EXPECT_THAT(d.happens({.kind = Kind::kOutputLost, .attempt = 1}), IsEmpty()) << "while it waits for its place";
@@ -69,7 +35,7 @@ TEST(Request, WhatAnAttemptThatHasMovedOnLacksIsNoNews) {
 }
 
 TEST(Request, FetchingImagesAgainAfterATokenCountsForNoTry) {
-  Driver d({.items = 2, .max_encodings = 2, .max_generations = 2});
+  RequestDriver d({.items = 2, .max_encodings = 2, .max_generations = 2});
   int64_t tokens = 0;
   const auto place = [&](int attempt) {
     for (const size_t item : {0, 1}) {
@@ -101,7 +67,7 @@ TEST(Request, FetchingImagesAgainAfterATokenCountsForNoTry) {
 }
 
 TEST(Request, TextIsGeneratedAtOnceAndEndsOnce) {
-  Driver d({});
+  RequestDriver d({});
   EXPECT_THAT(d.first, ElementsAre(Do::kPlaceGeneration));
   EXPECT_THAT(d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1}), ElementsAre(Do::kGenerate));
   EXPECT_THAT(d.token(0, 1), ElementsAre(Do::kDeliver));
@@ -117,7 +83,7 @@ TEST(Request, TextIsGeneratedAtOnceAndEndsOnce) {
 }
 
 TEST(Request, EncoderOutputIsLetGoWithTheFirstToken) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.encode_and_generate();
   EXPECT_THAT(d.token(0, 1), ElementsAre(Do::kDeliver, Do::kLetGo));
   EXPECT_THAT(d.token(1, 1), ElementsAre(Do::kDeliver));
@@ -125,7 +91,7 @@ TEST(Request, EncoderOutputIsLetGoWithTheFirstToken) {
 }
 
 TEST(Request, ImagesFanOutAndTheGenerationWaitsForAll) {
-  Driver d({.items = 2});
+  RequestDriver d({.items = 2});
   EXPECT_THAT(d.first, ElementsAre(Do::kPlaceEncoding, Do::kPlaceEncoding));
   d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .item = 0, .attempt = 1});
   d.happens({.kind = Kind::kEncodingPlaced, .instance = kB, .item = 1, .attempt = 1});
@@ -135,7 +101,7 @@ TEST(Request, ImagesFanOutAndTheGenerationWaitsForAll) {
 }
 
 TEST(Request, AnEncodingGoesElsewhereWhenItsInstanceIsLost) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1});
   EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kB}), IsEmpty());
   EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kA}), ElementsAre(Do::kPlaceEncoding));
@@ -145,7 +111,7 @@ TEST(Request, AnEncodingGoesElsewhereWhenItsInstanceIsLost) {
 }
 
 TEST(Request, OutputThatIsLostBeforeItWasTakenIsMadeAgain) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1});
   d.happens({.kind = Kind::kEncoded, .attempt = 1});
   EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kA}), ElementsAre(Do::kPlaceEncoding));
@@ -156,14 +122,14 @@ TEST(Request, OutputThatIsLostBeforeItWasTakenIsMadeAgain) {
 }
 
 TEST(Request, OutputThatARunningGenerationMayHaveIsNotMadeAgainForNothing) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.encode_and_generate();
   EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kA}), IsEmpty());
   EXPECT_THAT(d.token(0, 1), ElementsAre(Do::kDeliver)) << "it had it, and nothing is left to let go";
 }
 
 TEST(Request, AGenerationGoesOnFromWhatTheClientHas) {
-  Driver d({});
+  RequestDriver d({});
   d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1});
   d.token(0, 1);
   d.token(1, 1);
@@ -175,7 +141,7 @@ TEST(Request, AGenerationGoesOnFromWhatTheClientHas) {
 }
 
 TEST(Request, AfterTheFirstTokenALostGenerationNeedsItsImagesAgain) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.encode_and_generate();
   d.token(0, 1);
   EXPECT_THAT(d.happens({.kind = Kind::kInstanceLost, .instance = kB}), ElementsAre(Do::kPlaceEncoding));
@@ -184,7 +150,7 @@ TEST(Request, AfterTheFirstTokenALostGenerationNeedsItsImagesAgain) {
 }
 
 TEST(Request, OnlyChoicesThatAreNotFinishedGoOn) {
-  Driver d({.choices = 2});
+  RequestDriver d({.choices = 2});
   d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1});
   d.token(0, 1, 0);
   EXPECT_THAT(d.happens({.kind = Kind::kFinished, .choice = 0, .attempt = 1}), IsEmpty());
@@ -198,7 +164,7 @@ TEST(Request, OnlyChoicesThatAreNotFinishedGoOn) {
 }
 
 TEST(Request, WhatNobodyElseCouldDoEndsIt) {
-  Driver d({.items = 1});
+  RequestDriver d({.items = 1});
   d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .attempt = 1});
   const auto actions =
       d.request.handle({.kind = Kind::kEncodingFailed, .attempt = 1, .status = absl::InvalidArgumentError("broken")});
@@ -207,7 +173,7 @@ TEST(Request, WhatNobodyElseCouldDoEndsIt) {
 }
 
 TEST(Request, TriesAreBounded) {
-  Driver d({.max_generations = 2});
+  RequestDriver d({.max_generations = 2});
   d.happens({.kind = Kind::kGenerationPlaced, .instance = kA, .attempt = 1});
   EXPECT_THAT(d.happens({.kind = Kind::kGenerationFailed, .attempt = 1, .status = lost()}),
               ElementsAre(Do::kPlaceGeneration));
@@ -218,7 +184,7 @@ TEST(Request, TriesAreBounded) {
 }
 
 TEST(Request, AClientThatLeavesFreesEverything) {
-  Driver d({.items = 3});
+  RequestDriver d({.items = 3});
   d.happens({.kind = Kind::kEncodingPlaced, .instance = kA, .item = 0, .attempt = 1});
   d.happens({.kind = Kind::kEncoded, .item = 0, .attempt = 1});
   d.happens({.kind = Kind::kEncodingPlaced, .instance = kB, .item = 1, .attempt = 1});
@@ -228,22 +194,25 @@ TEST(Request, AClientThatLeavesFreesEverything) {
 // A made-up cluster that loses instances, doubles and delays messages; the promises of the header.
 class World {
  public:
-  explicit World(const RequestShape& shape) : shape_(shape), request_(shape) { carry_out(request_.start()); }
+  World(const RequestShape& shape, bool halves) : shape_(shape), halves_(halves), request_(shape) {
+    carry_out(request_.start());
+  }
 
   bool over() const { return request_.ended(); }
 
   void step(bool calm) {
-    const int dice = *rc::gen::inRange(0, calm ? 6 : 10);
+    const int dice = *rc::gen::inRange(0, calm ? 6 : 11);
     if (dice == 6) return lose();
     if (dice == 7) return say_something_old();
     if (dice == 8 && !old_.empty()) return tell(*rc::gen::elementOf(old_));
+    if (dice == 10) return lack();
     if (dice == 9 && *rc::gen::inRange(0, 6) == 0) return tell({.kind = Kind::kTimeUp, .status = lost()});
     advance();
   }
 
   void check_end() const {
     RC_ASSERT(ends_ == 1);
-    RC_ASSERT(kept_.empty() && encoding_.empty() && !generating_);
+    RC_ASSERT(kept_.empty() && encoding_.empty() && !generating_ && !kv_.has_value());
   }
 
  private:
@@ -264,14 +233,31 @@ class World {
     }
     if (placing_generation_ > 0) {
       const int attempt = std::exchange(placing_generation_, 0);
-      return tell({.kind = Kind::kGenerationPlaced, .instance = some_instance(), .attempt = attempt});
+      const bool hands_over = halves_ && !placing_decoding_ && *rc::gen::inRange(0, 4) > 0;
+      hands_over_ = hands_over;
+      return tell(
+          {.kind = Kind::kGenerationPlaced, .instance = some_instance(), .attempt = attempt, .hands_over = hands_over});
     }
     if (!generating_) return;
     for (size_t c = 0; c < shape_.choices; ++c) {
       if (request_.finished(c)) continue;
+      if (hands_over_ && next_[c] > from_[c] && next_[c] < 3) continue;  // it has done its part
       if (next_[c] < 3) return tell({.kind = Kind::kToken, .choice = c, .attempt = attempt_, .index = next_[c]++});
       return tell({.kind = Kind::kFinished, .choice = c, .attempt = attempt_});
     }
+    RC_ASSERT(!kv_.has_value());
+    kv_ = {generator_, attempt_};
+    generating_ = false;
+    tell({.kind = Kind::kPrefilled, .attempt = attempt_});
+  }
+
+  // The generation cannot have what lies elsewhere, and says so.
+  void lack() {
+    if (!generating_ || hands_over_) return;
+    tell({.kind = Kind::kKvLost, .attempt = attempt_});
+    if (shape_.items > 0 && *rc::gen::arbitrary<bool>()) tell({.kind = Kind::kOutputLost, .attempt = attempt_});
+    generating_ = false;
+    tell({.kind = Kind::kGenerationFailed, .attempt = attempt_, .status = lost()});
   }
 
   void lose() {
@@ -280,12 +266,14 @@ class World {
     std::erase_if(encoding_, [&](const auto& entry) { return entry.second.first == gone; });
     std::erase_if(kept_, [&](const auto& entry) { return entry.second.first == gone; });
     if (generating_ && generator_ == gone) generating_ = false;
+    if (kv_.has_value() && kv_->first == gone) kv_.reset();
     ++generation_of_instances_;  // new names for those that come after
     tell({.kind = Kind::kInstanceLost, .instance = gone});
   }
 
   void say_something_old() {
-    const auto kind = *rc::gen::element(Kind::kToken, Kind::kFinished, Kind::kEncoded, Kind::kGenerationFailed);
+    const auto kind = *rc::gen::element(Kind::kToken, Kind::kFinished, Kind::kEncoded, Kind::kGenerationFailed,
+                                        Kind::kPrefilled, Kind::kKvLost, Kind::kOutputLost);
     tell({.kind = kind, .item = 0, .attempt = attempt_ - 1, .index = 0, .status = lost()});
   }
 
@@ -308,22 +296,31 @@ class World {
           RC_ASSERT(encoding_.emplace(action.item, std::pair(action.instance, action.attempt)).second);
           break;
         case Do::kPlaceGeneration:
+        case Do::kPlaceDecoding:
           placing_generation_ = action.attempt;
+          placing_decoding_ = action.kind == Do::kPlaceDecoding;
           break;
+        case Do::kDecode:
         case Do::kGenerate:
           RC_ASSERT(!generating_);
-          for (size_t i = 0; i < shape_.items; ++i) RC_ASSERT(request_.holder(i).has_value());
+          RC_ASSERT(kv_.has_value() == (action.kind == Do::kDecode));
+          for (size_t i = 0; i < shape_.items; ++i) RC_ASSERT(kv_.has_value() || request_.holder(i).has_value());
           generating_ = true;
           generator_ = action.instance;
           attempt_ = action.attempt;
           next_.clear();
           for (size_t c = 0; c < shape_.choices; ++c) next_.push_back(request_.delivered(c));
+          from_ = next_;
           break;
         case Do::kDeliver:
           RC_ASSERT(request_.delivered(action.choice) >= ++delivered_[action.choice]);
           break;
         case Do::kLetGo:
           RC_ASSERT(kept_.erase(action.item) == 1);
+          break;
+        case Do::kLetGoKv:
+          RC_ASSERT(kv_ == std::pair(action.instance, action.attempt));
+          kv_.reset();
           break;
         case Do::kCancelEncoding:
           RC_ASSERT(encoding_.erase(action.item) == 1);
@@ -344,22 +341,25 @@ class World {
   }
 
   const RequestShape shape_;
+  const bool halves_;  // some instances hand over what they begin
   RequestLifecycle request_;
   int64_t generation_of_instances_ = 0;
   std::set<int64_t> lost_;
   std::map<size_t, int> placing_;                                 // item → attempt
   std::map<size_t, std::pair<InstanceId, int>> encoding_, kept_;  // item → instance, attempt
   int placing_generation_ = 0, attempt_ = 0;
-  bool generating_ = false;
+  bool generating_ = false, placing_decoding_ = false, hands_over_ = false;
   InstanceId generator_ = {};
-  std::vector<int64_t> next_;
+  std::optional<std::pair<InstanceId, int>> kv_;  // where it lies, of which attempt
+  std::vector<int64_t> next_, from_;
   std::map<size_t, int64_t> delivered_;
   std::vector<RequestEvent> old_;
   int ends_ = 0;
 };
 
 RC_GTEST_PROP(RequestProperty, KeepsItsPromisesWhateverIsLost, ()) {
-  World world({.items = *rc::gen::inRange<size_t>(0, 4), .choices = *rc::gen::inRange<size_t>(1, 4)});
+  World world({.items = *rc::gen::inRange<size_t>(0, 4), .choices = *rc::gen::inRange<size_t>(1, 4)},
+              *rc::gen::arbitrary<bool>());
   for (int i = 0; i < 60 && !world.over(); ++i) world.step(false);
   for (int i = 0; i < 200 && !world.over(); ++i) world.step(true);
   RC_ASSERT(world.over());

@@ -62,6 +62,24 @@ TEST(Router, Generations) {
   }
 }
 
+TEST(Router, AnswersThatGoOn) {
+  using I = InstanceLoad;
+  const Case cases[] = {
+      {"none", {}, std::nullopt},
+      {"fewer beside it", {with(idle(1), &I::running, 2), with(idle(2), &I::running, 1)}, 2},
+      {"more free memory", {with(idle(1), &I::free_kv_tokens, 5000), idle(2)}, 2},
+      {"fewer beside it before more memory",
+       {with(idle(1), &I::running, 1), with(idle(2), &I::free_kv_tokens, 5000)},
+       2},
+      {"a full one comes last", {with(idle(1), &I::running, 8), with(idle(2), &I::running, 7)}, 2},
+      {"one without memory comes last", {with(idle(1), &I::free_kv_tokens, 1000), with(idle(2), &I::running, 7)}, 2},
+  };
+  for (const Case& c : cases) {
+    const auto chosen = route_decoding(c.instances, {.prompt_tokens = 1000, .kv_tokens = 1500});
+    EXPECT_EQ(chosen.has_value() ? std::optional(chosen->value) : std::nullopt, c.chosen) << c.name;
+  }
+}
+
 TEST(Router, Encodings) {
   using I = InstanceLoad;
   InstanceLoad has = with(idle(2), &I::pending_patches, 100'000);

@@ -6,6 +6,7 @@
 #include "parvl/exec/generator.h"
 #include "parvl/media/grammar.h"
 #include "parvl/media/json_schema.h"
+#include "parvl/sched/record.h"
 #include "tests/unit/exec_engine_fixture.h"
 
 namespace parvl {

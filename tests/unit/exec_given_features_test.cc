@@ -4,6 +4,7 @@
 
 #include "parvl/comm/transfer/transfer_sink.h"
 #include "parvl/comm/transfer/transfer_source.h"
+#include "parvl/sched/record.h"
 #include "tests/unit/exec_given_fixture.h"
 
 namespace parvl {

@@ -26,10 +26,17 @@ void World::work(InstanceId id) {
   const int64_t index = next++;
   if (next == lengths[request]) process.generations.erase(key);
   const bool last = index + 1 == lengths[request];
+  const bool hands_over = settings.pools[fleet.fleet().instance(id).pool].hands_over;
+  if (hands_over && !last) {
+    process.generations.erase(key);
+    process.kv.emplace(request, attempt);
+  }
   take(fleet.request(RequestId{request}, {.kind = Tell::kToken, .instance = id, .attempt = attempt, .index = index},
                      now));
   if (last) {
     take(fleet.request(RequestId{request}, {.kind = Tell::kFinished, .instance = id, .attempt = attempt}, now));
+  } else if (hands_over) {
+    take(fleet.request(RequestId{request}, {.kind = Tell::kPrefilled, .instance = id, .attempt = attempt}, now));
   }
 }
 
@@ -46,6 +53,12 @@ void World::obey(const RequestOrder& order) {
           << "an image for one that has given the encoder back";
       process.encodings.emplace(id, action.item, action.attempt);
       break;
+    case Do::kDecode:
+      EXPECT_TRUE(std::any_of(processes.begin(), processes.end(), [id](const auto& one) {
+        const auto of = one.second.kv.lower_bound({id, 0});
+        return of != one.second.kv.end() && of->first == id;
+      })) << "nothing to go on from";
+      [[fallthrough]];
     case Do::kGenerate:
       EXPECT_TRUE(open()) << "work for one that takes none";
       if (lengths[id] == clients[id].delivered) break;
@@ -56,6 +69,9 @@ void World::obey(const RequestOrder& order) {
       break;
     case Do::kLetGo:
       process.held.erase({id, action.item, action.attempt});
+      break;
+    case Do::kLetGoKv:
+      EXPECT_EQ(process.kv.erase({id, action.attempt}), 1u) << "once";
       break;
     case Do::kCancelEncoding:
       process.encodings.erase({id, action.item, action.attempt});
@@ -69,6 +85,7 @@ void World::obey(const RequestOrder& order) {
       break;
     case Do::kPlaceEncoding:
     case Do::kPlaceGeneration:
+    case Do::kPlaceDecoding:
       ADD_FAILURE() << "a place that nobody has chosen";
   }
 }

@@ -26,9 +26,20 @@ inline FleetSettings two_pools() {
   return out;
 }
 
+// Prompts have instances of their own; images, if `encoders`, too.
+inline FleetSettings halves(bool encoders) {
+  FleetSettings out;
+  if (encoders) out.pools.push_back({.name = "encoder-pool", .instances = 2, .encodes = true, .generates = false});
+  out.pools.push_back({.name = "prefill-pool", .instances = 2, .encodes = !encoders, .hands_over = true});
+  out.pools.push_back(
+      {.name = "decode-pool", .instances = 2, .encodes = false, .generates = false, .takes_over = true});
+  return out;
+}
+
 class World {
  public:
-  explicit World(const FleetSettings& settings) : fleet(settings, [this](std::string_view line) { record += line; }) {
+  explicit World(const FleetSettings& of)
+      : settings(of), fleet(settings, [this](std::string_view line) { record += line; }) {
     take(fleet.start(now));
   }
 
@@ -37,6 +48,7 @@ class World {
     bool alive = false, added = false;
     std::map<std::pair<int64_t, int>, int64_t> generations;  // request and attempt → next token
     std::set<std::tuple<int64_t, size_t, int>> encodings, held;
+    std::set<std::pair<int64_t, int>> kv;  // of attempts that were handed over
     std::vector<Order> orders;
   };
   struct Client {
@@ -97,6 +109,7 @@ class World {
   // One piece of work of this instance is done.
   void work(InstanceId id);
 
+  const FleetSettings settings;
   std::string record;
   RecordedFleet fleet;
   double now = 0;

@@ -1,5 +1,7 @@
 #include "tests/unit/pools_fixture.h"
 
+#include "parvl/base/check.h"
+
 namespace parvl {
 namespace {
 
@@ -40,12 +42,18 @@ class CountingEngine : public Engine {
     script_->changed.notify_all();
   }
   EngineStats stats() const override { return {}; }
+  // As large for every prompt as for the longest.
+  std::vector<TransferTensor> kv_layout(int64_t) const override {
+    std::vector<TransferTensor> out = {{.name = "keys and values", .shape = {10'000}}};
+    PARVL_CHECK(place_tensors(out).ok(), "a layout that cannot be");
+    return out;
+  }
 
  private:
   struct Job {
     RequestId id;
     EngineRequest request;
-    bool cancelled = false;
+    bool cancelled = false, hands_over = false;
     int64_t said = 0, seen = 0;  // tokens; what its images show
   };
   void loop() {
@@ -69,7 +77,8 @@ class CountingEngine : public Engine {
           job->request.on_end(looked);
         } else if (ends) {
           GenerateResult result;
-          result.finish = job->cancelled ? FinishReason::kNone : FinishReason::kStop;
+          result.finish = job->cancelled || job->hands_over ? FinishReason::kNone : FinishReason::kStop;
+          result.handed_over = job->hands_over;
           job->request.on_end(result);
         }
         job = ends ? jobs_.erase(job) : std::next(job);
@@ -79,6 +88,11 @@ class CountingEngine : public Engine {
     for (Job& job : jobs_) job.request.on_end(GenerateResult{});
   }
   absl::Status look(Job& job) {
+    if (job.request.kv != nullptr) {
+      return job.request.kv->fetch([&job](absl::Span<const std::byte* const> data) {
+        job.seen = static_cast<int64_t>(reinterpret_cast<const float*>(data[0])[9'999]);
+      });
+    }
     for (const auto& source : job.request.encoded) {
       const auto floats = static_cast<size_t>(source->tensors().front().bytes) / sizeof(float);
       std::vector<float> features(floats);
@@ -98,7 +112,12 @@ class CountingEngine : public Engine {
     event.text = last ? "" : std::to_string(event.token_id) + " ";
     event.finish = last ? FinishReason::kStop : FinishReason::kNone;
     job.request.on_token(event);
-    return last;
+    job.hands_over = !last && job.request.kv_room != nullptr;
+    if (job.hands_over) {  // what its images show is in them
+      const absl::Span<std::byte> room = job.request.kv_room->pieces[0];
+      std::fill_n(reinterpret_cast<float*>(room.data()), room.size() / sizeof(float), static_cast<float>(job.seen));
+    }
+    return last || job.hands_over;
   }
 
   const std::shared_ptr<Script> script_;

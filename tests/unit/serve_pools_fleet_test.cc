@@ -2,138 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <condition_variable>
-#include <mutex>
-#include <thread>
-
-#include "parvl/serve/pools/fleet_engine.h"
 #include "parvl/serve/pools/stream_client.h"
 #include "parvl/serve/pools/stream_server.h"
-#include "tests/unit/pools_fixture.h"
+#include "tests/unit/fleet_engine_fixture.h"
 
 namespace parvl {
 namespace {
 
 using ::testing::HasSubstr;
-
-struct Client {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<TokenId> tokens;
-  std::string text;
-  std::optional<absl::StatusOr<GenerateResult>> end;
-  int ends = 0;
-
-  bool wait(const std::function<bool()>& condition) {
-    std::unique_lock lock(mutex);
-    return changed.wait_for(lock, std::chrono::seconds(30), condition);
-  }
-  bool has(size_t count) {
-    return wait([&] { return tokens.size() >= count; });
-  }
-  bool over() {
-    return wait([&] { return end.has_value(); });
-  }
-};
-
-class FleetEngineTest : public testing::Test {
- protected:
-  FleetEngineTest() { write_model_folder(folder_.path()); }
-
-  absl::Status start(int64_t instances) { return start({{.name = "llm-pool", .instances = instances}}); }
-
-  // One encoder, and two that may take it on.
-  absl::Status start_apart() {
-    return start({{.name = "encoder-pool", .encodes = true, .generates = false},
-                  {.name = "llm-pool", .instances = 2, .encodes = false, .generates = true}});
-  }
-
-  absl::Status start(std::vector<FleetPool> pools) {
-    FleetOptions options;
-    options.engines.resize(pools.size());
-    options.fleet = settings_;
-    options.fleet.pools = std::move(pools);
-    options.fleet.instance.backoff_first_s = 0.01;
-    options.fleet.instance.backoff_most_s = 0.25;
-    options.model_dir = folder_.path();
-    options.front.prompts = *PromptBuilder::load(folder_.path());
-    options.front.end_tokens = {kEnd};
-    options.front.max_model_len = 1000;
-    options.token = kToken;
-    auto threads = std::make_unique<Threads>(script_, folder_.path());
-    threads_ = threads.get();
-    auto engine = FleetEngine::start(std::move(options), std::move(threads), kClock);
-    if (!engine.ok()) return engine.status();
-    engine_ = *std::move(engine);
-    return absl::OkStatus();
-  }
-
-  // With an image whose every value is `shows`, unless that is 0.
-  std::shared_ptr<Client> submit(uint64_t seed, int64_t tokens, RequestId* id = nullptr, uint8_t shows = 0) {
-    auto client = std::make_shared<Client>();
-    EngineRequest request;
-    auto prompt = std::make_shared<Prompt>();
-    prompt->ids = {1, 2, 3};
-    if (shows > 0) {
-      ProcessedImage image = {.grid_t = 1, .grid_h = 2, .grid_w = 2, .patch_floats = 96, .merge_size = 2};
-      image.key[0] = shows;
-      image.patches.assign(size_t{4} * 96, shows);
-      prompt->images.push_back(std::make_shared<const ProcessedImage>(std::move(image)));
-      prompt->media.push_back({0, 1, 1});
-    }
-    request.prompt = prompt;
-    request.sampling.seed = seed;
-    request.sampling.max_tokens = tokens;
-    request.on_token = [client](const TokenEvent& event) {
-      std::lock_guard lock(client->mutex);
-      client->tokens.push_back(event.token_id);
-      client->text += event.text;
-      client->changed.notify_all();
-    };
-    request.on_end = [client](const absl::StatusOr<GenerateResult>& result) {
-      std::lock_guard lock(client->mutex);
-      client->end = result;
-      ++client->ends;
-      client->changed.notify_all();
-    };
-    const RequestId given = engine_->submit(std::move(request));
-    if (id != nullptr) *id = given;
-    return client;
-  }
-
-  bool wait_for(const std::function<bool(const std::vector<InstanceStatus>&)>& condition) {
-    const double end_s = kClock.now_seconds() + 30;
-    while (!condition(engine_->instances())) {
-      if (kClock.now_seconds() > end_s) return false;
-      std::this_thread::yield();
-    }
-    return true;
-  }
-  size_t open() const {
-    const auto all = engine_->instances();
-    return static_cast<size_t>(std::count_if(all.begin(), all.end(), [](const auto& one) { return one.open; }));
-  }
-
-  // Until the encoder's pool is open, or not.
-  void set_encoder(bool there) {
-    script_->set_dead(0, !there);
-    const auto epoch = engine_->instances()[0].epoch;
-    if (!there) threads_->die(InstanceId{0}, epoch);
-    ASSERT_TRUE(wait_for([&](const auto& all) { return all[0].open == there; }));
-  }
-  std::vector<TokenId> want(TokenId first, int64_t tokens) {
-    std::vector<TokenId> out;
-    for (int64_t i = 0; i + 1 < tokens; ++i) out.push_back(first + static_cast<TokenId>(i));
-    out.push_back(kEnd);
-    return out;
-  }
-
-  TemporaryFolder folder_;
-  FleetSettings settings_;
-  std::shared_ptr<Script> script_ = std::make_shared<Script>();
-  Threads* threads_ = nullptr;
-  std::unique_ptr<FleetEngine> engine_;
-};
 
 TEST_F(FleetEngineTest, AnAnswerGoesOnElsewhereAfterEachToken) {
   ASSERT_TRUE(start(2).ok());

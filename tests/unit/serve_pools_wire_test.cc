@@ -122,12 +122,18 @@ TEST(PoolsWire, TokensResultsFailuresAndCountsComeOutAsTheyWentIn) {
   stats.encoder_bytes_held = 3;
   stats.backbone_busy_s = 4.5;
   stats.fetched = 5;
+  stats.kv_fetched = 8;
+  stats.kv_fetched_tokens = 9;
+  stats.kv_fetch_failures = 10;
+  stats.handed_over = 11;
   stats.work[1] = {6, 7};
   wire::Counts counts, again;
   write_stats(stats, counts);
   write_stats(read_stats(counts), again);
   EXPECT_EQ(again.DebugString(), counts.DebugString());
   EXPECT_EQ(read_stats(counts).work[1].launched, 7);
+  EXPECT_EQ(read_stats(counts).kv_fetch_failures, 10);
+  EXPECT_EQ(read_stats(counts).handed_over, 11);
 
   EngineOptions options;
   options.load.modules = {"llm_backbone"};
@@ -141,6 +147,22 @@ TEST(PoolsWire, TokensResultsFailuresAndCountsComeOutAsTheyWentIn) {
   EXPECT_EQ(twice.DebugString(), assign.DebugString());
   EXPECT_EQ(read_options(assign).load.memory_utilization, 0.25);
   EXPECT_FALSE(read_options(assign).prefix_caching);
+}
+
+// What passes through the gateway says where keys and values lie, however many there are.
+TEST(PoolsWire, KeysAndValuesDoNotPassThroughTheGateway) {
+  const auto size_of = [](int64_t tokens) {
+    TransferHandle handle{"instance-1", 3, TransferId{77}, "a-host", "an-address"};
+    for (const char* name : {"keys", "values"}) {
+      handle.tensors.push_back({name, DType::kBFloat16, {28, tokens / 16, 4, 16, 128}});
+    }
+    EXPECT_GT(*place_tensors(handle.tensors), tokens * 50'000);
+    wire::Ended ended;
+    ended.set_kv(handle.encode());
+    return ended.ByteSizeLong();
+  };
+  EXPECT_LT(size_of(1 << 17), 512u);
+  EXPECT_LE(size_of(1 << 17), size_of(1 << 10) + 16);
 }
 
 TEST(PrefixChain, DiffersFromWhereThePromptsDo) {

@@ -40,6 +40,10 @@ void add_counts(EngineStats& to, const EngineStats& more) {
   to.encoder_hits += more.encoder_hits;
   to.backbone_busy_s += more.backbone_busy_s;
   to.encoder_busy_s += more.encoder_busy_s;
+  to.kv_fetched += more.kv_fetched;
+  to.kv_fetched_tokens += more.kv_fetched_tokens;
+  to.kv_fetch_failures += more.kv_fetch_failures;
+  to.handed_over += more.handed_over;
   to.fetched += more.fetched;
   to.fetch_busy_s += more.fetch_busy_s;
   for (size_t i = 0; i < to.work.size(); ++i) {
@@ -57,7 +61,7 @@ FleetEngine::FleetEngine(FleetOptions options, std::unique_ptr<InstanceStarter> 
       links_(fleet_.fleet().instances().size()) {
   const std::vector<FleetPool>& pools = options_.fleet.pools;
   for (size_t i = pools.size(); i-- > 0;) {
-    if (!pools[i].generates) encoders_ = i;
+    if (!pools[i].generates && !pools[i].takes_over) encoders_ = i;
   }
   for (const InstanceView& view : fleet_.fleet().instances()) touched_.insert(view.id);
 }
@@ -208,7 +212,10 @@ void FleetEngine::publish() {
     for (const InstanceId id : std::exchange(touched_, {})) {
       next.instances[static_cast<size_t>(id.value)] = status_of(id);
     }
-    for (const InstanceStatus& one : next.instances) next.kv_tokens += one.open ? one.room.kv_tokens : 0;
+    for (const InstanceStatus& one : next.instances) {
+      const bool passes = options_.fleet.pools[one.pool].hands_over;  // what it computes stays elsewhere
+      next.kv_tokens += one.open && !passes ? one.room.kv_tokens : 0;
+    }
     const bool differs = next.capacity != published_.capacity || next.kv_tokens != published_.kv_tokens ||
                          next.accepts.ok() != published_.accepts.ok();
     if (differs) tell = capacity_changed_;

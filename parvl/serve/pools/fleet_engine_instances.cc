@@ -151,12 +151,14 @@ void FleetEngine::lost_stream(StreamId stream) {
 
 // Of a pool's own modules, or of more beside them, which are the encoder.
 void FleetEngine::assign(InstanceId id, const EngineOptions& engine, bool encodes_alone) {
+  const FleetPool& pool = options_.fleet.pools[fleet_.fleet().instance(id).pool];
   wire::Command command;
   wire::Assign& message = *command.mutable_assign();
   message.set_model_dir(options_.model_dir);
   message.set_encodes_alone(encodes_alone);
-  message.set_adds(encodes_alone && options_.fleet.pools[fleet_.fleet().instance(id).pool].generates);
+  message.set_adds(encodes_alone && pool.generates);
   message.set_transfer_bytes(options_.feature_bytes);
+  message.set_hands_over(pool.hands_over);
   write_options(engine, message);
   send(id, std::move(command));
 }
@@ -179,7 +181,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       return;
     case Kind::kAssign:
       log_info(name, " (process ", link.pids.front(), ") takes on its modules");
-      return assign(order.instance, options_.engines[pool_index], !pool.generates);
+      return assign(order.instance, options_.engines[pool_index], !pool.generates && !pool.takes_over);
     case Kind::kAdd: {
       log_info(name, " takes on the vision encoder beside its modules, since no instance of ",
                options_.fleet.pools[*encoders_].name, " is ready");

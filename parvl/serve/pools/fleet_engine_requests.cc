@@ -64,6 +64,14 @@ void FleetEngine::take_end(InstanceId id, const wire::Ended& ended) {
         {.kind = RequestEvent::Kind::kOutputLost, .item = static_cast<size_t>(item), .attempt = ended.attempt()},
         now()));
   }
+  if (ended.kv_lost()) {
+    act(fleet_.request(request, {.kind = RequestEvent::Kind::kKvLost, .attempt = ended.attempt()}, now()));
+  }
+  if (!ended.kv().empty()) {
+    found->second->kv = ended.kv();
+    event.kind = RequestEvent::Kind::kPrefilled;
+    return act(fleet_.request(request, event, now()));
+  }
   event.kind = event.status.ok() && result.finish != FinishReason::kNone ? RequestEvent::Kind::kFinished
                                                                          : RequestEvent::Kind::kGenerationFailed;
   // Nobody here had asked for its end: its engine was stopped.
@@ -77,6 +85,7 @@ void FleetEngine::act(const RequestOrder& order) {
   touched_.insert(order.action.instance);
   switch (order.action.kind) {
     case Kind::kGenerate:
+    case Kind::kDecode:
       return generate(order, live);
     case Kind::kDeliver:
       return deliver(live);
@@ -95,11 +104,19 @@ void FleetEngine::act(const RequestOrder& order) {
       live.items[order.action.item].attempt = 0;
       live.drop_pixels(*pixels_, order.action.item);
       return let_go(order);
+    case Kind::kLetGoKv: {
+      live.kv.clear();
+      wire::Command command;
+      command.mutable_let_go_kv()->set_request(order.request.value);
+      command.mutable_let_go_kv()->set_attempt(order.action.attempt);
+      return send(order.action.instance, std::move(command));
+    }
     case Kind::kLetGo:
       live.items[order.action.item].output.clear();
       return let_go(order);
     case Kind::kPlaceEncoding:
     case Kind::kPlaceGeneration:
+    case Kind::kPlaceDecoding:
       PARVL_CHECK(false, "a place that nobody has chosen");
   }
 }
@@ -190,7 +207,9 @@ void FleetEngine::generate(const RequestOrder& order, Live& live) {
   const auto& images = live.request.prompt->images;
   std::vector<ImagePlace> places;
   for (const Live::Item& item : live.items) places.push_back({"", item.output});
-  if (!live.items.empty() || images.empty()) return send_generate(order, live, places);
+  places.resize(images.size());  // without instances that encode, whoever goes on has the images in what it is given
+  const bool has_kv = order.action.kind == RequestAction::Kind::kDecode;
+  if (!live.items.empty() || images.empty() || has_kv) return send_generate(order, live, places);
   const int64_t epoch = link(order.action.instance).epoch;
   publish_images(images, [this, order, epoch](const auto& handles, const auto& status) {
     const auto found = live_.find(order.request);
@@ -220,7 +239,14 @@ void FleetEngine::send_generate(const RequestOrder& order, const Live& live, con
   message.set_request(order.request.value);
   message.set_attempt(order.action.attempt);
   write_request(live.request, places, message);
-  message.mutable_generated()->Add(live.result.token_ids.begin(), live.result.token_ids.end());
+  const std::vector<TokenId>& tokens = live.result.token_ids;
+  message.mutable_generated()->Add(tokens.begin(), tokens.end());
+  if (order.action.kind == RequestAction::Kind::kDecode) {
+    message.set_kv_at(live.kv);
+    message.set_kv_tokens(static_cast<int64_t>(live.request.prompt->ids.size() + tokens.size()) - 1);
+  } else {
+    message.set_hand_over(options_.fleet.pools[fleet_.fleet().instance(order.action.instance).pool].hands_over);
+  }
   send(order.action.instance, std::move(command));
 }
 

@@ -2,13 +2,14 @@
 
 #include <atomic>
 
+#include "parvl/elastic/instance_id.h"
 #include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/pools/wire.h"
 
 namespace parvl {
 namespace {
 
-constexpr double kPull_s = 10;  // for one image's pixels or features
+constexpr double kPull_s = 10;  // for one image's pixels or features, or for keys and values
 constexpr int kSick = 3;        // requests that failed inside, one after the other
 
 wire::Said ended(const std::pair<int64_t, int32_t>& of, const absl::StatusOr<GenerateResult>& result) {
@@ -39,8 +40,31 @@ class GenerateService::Output : public EncodedSource {
   std::atomic<bool> failed_ = false;
 };
 
-GenerateService::GenerateService(std::unique_ptr<Engine> engine, TransferSink& sink, StreamClient& stream)
-    : sink_(sink), stream_(stream), engine_(std::move(engine)) {}
+class GenerateService::Given : public KvSource {
+ public:
+  Given(TransferHandle handle, int64_t tokens, TransferSink& sink)
+      : handle_(std::move(handle)), tokens_(tokens), sink_(sink) {}
+
+  int64_t tokens() const override { return tokens_; }
+  const std::vector<TransferTensor>& tensors() const override { return handle_.tensors; }
+  absl::Status fetch(const Take& take) override {
+    const auto view = sink_.pull(handle_, kPull_s);
+    if (!view.ok()) return view.status();
+    std::vector<const std::byte*> data;
+    for (size_t i = 0; i < view->tensors().size(); ++i) data.push_back(view->data(i));
+    take(data);
+    return absl::OkStatus();
+  }
+
+ private:
+  const TransferHandle handle_;
+  const int64_t tokens_;
+  TransferSink& sink_;
+};
+
+GenerateService::GenerateService(std::unique_ptr<Engine> engine, TransferSink& sink, StreamClient& stream,
+                                 std::unique_ptr<KvShelf> shelf)
+    : sink_(sink), stream_(stream), shelf_(std::move(shelf)), engine_(std::move(engine)) {}
 
 GenerateService::~GenerateService() {
   std::lock_guard lock(mutex_);
@@ -57,6 +81,10 @@ void GenerateService::fail(const Attempt& of, const absl::Status& status) {
 }
 
 absl::Status GenerateService::attach_outputs(const wire::Generate& message, EngineRequest& request) {
+  if (!message.kv_at().empty()) {
+    PARVL_ASSIGN_OR_RETURN(TransferHandle handle, TransferHandle::decode(message.kv_at()));
+    request.kv = std::make_shared<Given>(std::move(handle), message.kv_tokens(), sink_);
+  }
   for (int i = 0; i < message.images_size(); ++i) {
     if (message.images(i).output_at().empty()) continue;
     PARVL_ASSIGN_OR_RETURN(TransferHandle handle, TransferHandle::decode(message.images(i).output_at()));
@@ -75,6 +103,7 @@ void GenerateService::generate(const wire::Generate& message) {
   tell_gateway(job.of, *request);
   job.request = *std::move(request);
   job.grammar = message.grammar();
+  job.needs_room = message.hand_over() && shelf_ != nullptr;
   for (const wire::Image& image : message.images()) job.pixels.push_back(image.pixels_at());
   {
     std::lock_guard lock(mutex_);
@@ -97,13 +126,16 @@ void GenerateService::tell_gateway(const Attempt& of, EngineRequest& request) {
       *last = std::move(said);
     }
   };
-  request.on_end = [this, of, last, outputs = request.encoded](const absl::StatusOr<GenerateResult>& result) {
+  request.on_end = [this, of, last, outputs = request.encoded,
+                    given = request.kv != nullptr](const absl::StatusOr<GenerateResult>& result) {
     wire::Said end = ended(of, result);
+    end.mutable_ended()->set_kv_lost(given && absl::IsUnavailable(result.status()));
     for (size_t i = 0; i < outputs.size(); ++i) {
       const auto* output = static_cast<const Output*>(outputs[i].get());
       if (output != nullptr && output->failed()) end.mutable_ended()->add_not_fetched(static_cast<int32_t>(i));
     }
     tell_if_sick(result.status());
+    if (result.ok() && result->handed_over) return hand_over(of, std::move(end));
     if (last->has_value()) {
       stream_.add({**last, end});
     } else {
@@ -129,13 +161,16 @@ void GenerateService::tell_if_sick(const absl::Status& status) {
   stream_.add(std::move(said));
 }
 
-// First its pixels, then its grammar, then it goes to the engine.
+// First its pixels, then its grammar, then room for what it leaves; then it goes to the engine.
 void GenerateService::make_ready(Job job) {
   const bool fetches =
       std::any_of(job.pixels.begin(), job.pixels.end(), [](const std::string& handle) { return !handle.empty(); });
   if (fetches) return fetcher_.submit([this, job = std::move(job)]() mutable { fetch_pixels(std::move(job)); });
-  if (job.grammar.empty()) return start(std::move(job));
-  compiler_.submit([this, job = std::move(job)]() mutable { compile(std::move(job)); });
+  if (!job.grammar.empty()) {
+    return compiler_.submit([this, job = std::move(job)]() mutable { compile(std::move(job)); });
+  }
+  if (!job.needs_room) return start(std::move(job));
+  rooms_.submit([this, job = std::move(job)]() mutable { find_room(std::move(job)); });
 }
 
 void GenerateService::fetch_pixels(Job job) {
@@ -158,6 +193,19 @@ void GenerateService::compile(Job job) {
   auto grammar = engine_->grammars().compile(job.grammar, job.stop);
   if (!grammar.ok()) return fail(job.of, grammar.status());
   job.request.grammar = *std::move(grammar);
+  job.grammar.clear();
+  make_ready(std::move(job));
+}
+
+void GenerateService::find_room(Job job) {
+  const size_t tokens = job.request.prompt->ids.size() + job.request.generated.size();
+  auto room = shelf_->make_room(engine_->kv_layout(static_cast<int64_t>(tokens)), job.stop);
+  if (!room.ok()) return fail(job.of, room.status());
+  {
+    std::lock_guard lock(mutex_);
+    live_[job.of].room = *room;
+  }
+  job.request.kv_room = *std::move(room);
   start(std::move(job));
 }
 
@@ -176,10 +224,42 @@ void GenerateService::start(Job job) {
 
 void GenerateService::cancel(const wire::Cancel& message) {
   std::lock_guard lock(mutex_);
-  const auto found = live_.find(Attempt{message.request(), message.attempt()});
-  if (found == live_.end()) return;
+  const Attempt of{message.request(), message.attempt()};
+  const auto found = live_.find(of);
+  if (found == live_.end()) {  // its end, which nobody waits for any more, is on its way
+    if (shelf_ != nullptr) shelf_->let_go(of);
+    return;
+  }
   found->second.stop.request_stop();
   if (found->second.id.has_value()) engine_->cancel(*found->second.id);
+}
+
+// On the engine's thread: its sum is taken over all of it, which takes a while.
+void GenerateService::hand_over(const Attempt& of, wire::Said end) {
+  publisher_.submit([this, of, end = std::move(end)]() mutable {
+    std::shared_ptr<KvRoom> room;
+    {
+      std::lock_guard lock(mutex_);
+      room = live_.at(of).room;
+    }
+    end.mutable_ended()->set_kv(shelf_->publish(of, *room));
+    bool wanted;
+    {
+      std::lock_guard lock(mutex_);
+      wanted = !live_.extract(of).mapped().stop.stop_requested();
+    }
+    if (!wanted) return shelf_->let_go(of);  // nobody waits for its end either
+    stream_.add(std::move(end));
+    stream_.flush();
+  });
+}
+
+void GenerateService::let_go_kv(const wire::Cancel& message) {
+  if (shelf_ != nullptr) shelf_->let_go({message.request(), message.attempt()});
+}
+
+void GenerateService::fence(const wire::Fence& message) {
+  if (shelf_ != nullptr) shelf_->fence(instance_name(InstanceId{message.instance()}), message.epoch());
 }
 
 }  // namespace parvl

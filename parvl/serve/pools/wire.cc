@@ -189,6 +189,10 @@ void write_stats(const EngineStats& stats, wire::Counts& out) {
   out.set_pending_tokens(stats.pending_tokens);
   out.set_encoder_bytes(stats.encoder_bytes);
   out.set_encoder_bytes_held(stats.encoder_bytes_held);
+  out.set_kv_fetched(stats.kv_fetched);
+  out.set_kv_fetched_tokens(stats.kv_fetched_tokens);
+  out.set_kv_fetch_failures(stats.kv_fetch_failures);
+  out.set_handed_over(stats.handed_over);
   out.set_fetched(stats.fetched);
   out.set_fetch_busy_s(stats.fetch_busy_s);
   for (const WorkCount& work : stats.work) {
@@ -216,6 +220,10 @@ EngineStats read_stats(const wire::Counts& message) {
   out.pending_tokens = message.pending_tokens();
   out.encoder_bytes = message.encoder_bytes();
   out.encoder_bytes_held = message.encoder_bytes_held();
+  out.kv_fetched = message.kv_fetched();
+  out.kv_fetched_tokens = message.kv_fetched_tokens();
+  out.kv_fetch_failures = message.kv_fetch_failures();
+  out.handed_over = message.handed_over();
   out.fetched = message.fetched();
   out.fetch_busy_s = message.fetch_busy_s();
   const int kinds = std::min({message.replayed_size(), message.launched_size(), static_cast<int>(out.work.size())});

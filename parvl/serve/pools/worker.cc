@@ -26,6 +26,7 @@ namespace parvl {
 namespace {
 
 constexpr std::chrono::milliseconds kSignOfLife{500};
+constexpr int64_t kPage = 4096;
 
 class Worker {
  public:
@@ -79,6 +80,8 @@ class Worker {
     if (generates_ != nullptr) {
       if (command.has_generate()) generates_->generate(command.generate());
       if (command.has_cancel()) generates_->cancel(command.cancel());
+      if (command.has_let_go_kv()) generates_->let_go_kv(command.let_go_kv());
+      if (command.has_fence()) generates_->fence(command.fence());
     }
     std::lock_guard lock(encoder_mutex_);
     if (encodes_ != nullptr) {
@@ -195,15 +198,30 @@ class Worker {
     stream_->flush(counts);
   }
 
-  absl::StatusOr<std::unique_ptr<EncodeService>> make_encoder(std::unique_ptr<EncodeEngine> engine,
-                                                              const std::string& name, int64_t bytes) {
+  absl::StatusOr<std::unique_ptr<TransferSource>> make_source(const std::string& name, int64_t bytes) const {
     TransferSourceOptions source;
     source.name = name;
     source.epoch = options_.epoch;
     source.token = options_.token;
     source.clock = &clock_;
     source.arena_bytes = bytes;
-    PARVL_ASSIGN_OR_RETURN(auto outputs, TransferSource::start(source));
+    return TransferSource::start(source);
+  }
+
+  // With room for two of the longest prompts at least, so that one is computed while another is taken. Memory is given
+  // out in pieces of up to an eighth and a page more.
+  absl::StatusOr<std::unique_ptr<KvShelf>> make_shelf(const Engine& engine, int64_t bytes) const {
+    int64_t longest = 0;
+    for (const TransferTensor& tensor : engine.kv_layout(engine.max_model_len())) longest += tensor.bytes;
+    if (longest == 0) return absl::UnimplementedError("an LLM over several devices hands nothing over yet");
+    PARVL_ASSIGN_OR_RETURN(auto source, make_source(instance_name(InstanceId{options_.instance}),
+                                                    std::max(bytes, 2 * (longest + longest / 8 + kPage))));
+    return std::make_unique<KvShelf>(std::move(source));
+  }
+
+  absl::StatusOr<std::unique_ptr<EncodeService>> make_encoder(std::unique_ptr<EncodeEngine> engine,
+                                                              const std::string& name, int64_t bytes) {
+    PARVL_ASSIGN_OR_RETURN(auto outputs, make_source(name, bytes));
     return std::make_unique<EncodeService>(std::move(engine), std::move(outputs), *sink_, *stream_);
   }
 
@@ -280,7 +298,11 @@ class Worker {
       loaded.set_device(engine->device_name());
       const auto& modules = assign.modules();
       holds_encoder_ = modules.empty() || std::find(modules.begin(), modules.end(), "vision_encoder") != modules.end();
-      generates_ = std::make_unique<GenerateService>(std::move(engine), *sink_, *stream_);
+      std::unique_ptr<KvShelf> shelf;
+      if (assign.hands_over()) {
+        PARVL_ASSIGN_OR_RETURN(shelf, make_shelf(*engine, assign.transfer_bytes()));
+      }
+      generates_ = std::make_unique<GenerateService>(std::move(engine), *sink_, *stream_, std::move(shelf));
     }
     ready_ = true;
     say(std::move(said));
