@@ -34,7 +34,7 @@ class Allocations(unittest.TestCase):
                                     (("policy", "polcy"), (), "allocation.yaml:10: unknown key 'scheduler.polcy'; valid here: policy"),
                                     (("0.75", "7.5"), (), "allocation.yaml:11: 'scheduler.expand_threshold'"),
                                     (("", ""), ("--device-map", "gpu-25gb=cpu"), "--device-map names the device class 'gpu-25gb'"),
-                                    (("parallel: tensor, tp_size: 2", "parallel: pipeline, pp_size: 2"), (),
+                                    (("parallel: tensor, tp_size: 2", "parallel: sequence, sp_size: 2"), (),
                                      "pool llm-pool: llm_backbone over 2 devices of an instance is not available yet")):
             code, out, err = self.serve(EXAMPLE.replace(*change) if change[0] else EXAMPLE, *flags)
             self.assertEqual((code, out), (2, ""), err)

@@ -1,15 +1,18 @@
 """Prompts and answers on instances of their own: keys and values go from one to the other, and what becomes of requests when either dies."""
 # slow
+import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import subprocess
 import tempfile
+import threading
 import unittest
 
-from pools_common import LONG, Answer, Pools, Waiting
+from pools_common import LONG, Answer, Pools, Refused, Waiting
 from serve_common import MODEL, PARVL, Server, ask, data_uri, need_model, png
 
 MODULES = {"apart": "vision_encoder: {pool: encoder-pool, replicas: 1}", "inside": "vision_encoder: {pool: prefill-pool}"}
@@ -173,6 +176,40 @@ class Roles(unittest.TestCase):
         self.assert_same(answer.read_all(), self.want["text", "sampled"])
         server.wait_all_ready()
         self.assert_same(Answer(server, TEXT, **LONG).read_all(), self.want["text", "sampled"])
+
+    def test_each_of_many_requests_ends_once_whoever_dies(self):
+        server, rng, results, lock = self.start("apart"), random.Random(5), [], threading.Lock()
+        cases, before = iter([*self.want] * 10), server.descriptors()
+        def client():
+            while True:
+                with lock:
+                    case = next(cases, None)
+                if case is None:
+                    return
+                answer = None  # refused, since a pool has nobody
+                with contextlib.suppress(Refused):
+                    answer = Answer(server, self.asked[case[0]], **KINDS[case[1]]).read_all()
+                with lock:
+                    results.append((case, answer))
+        clients = [threading.Thread(target=client) for _ in range(6)]
+        for thread in clients:
+            thread.start()
+        for _ in range(8):  # more often, and they would be started again too late for whoever waits
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice([*server.instances().values()])[1], rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+            clients[0].join(1)
+        for thread in clients:
+            thread.join()
+        self.assertEqual(len(results), 10 * len(self.want))
+        for case, answer in results:
+            if answer is not None:
+                self.assert_same(answer, self.want[case])
+        self.assertGreaterEqual(sum(answer is not None for _, answer in results), len(self.want))
+        server.wait_all_ready()
+        self.assertEqual({one["running"] + one["waiting"] for one in server.status()["instances"]}, {0})
+        # Shared memory is kept for the next images: as much as was in use at once.
+        server.wait_for(lambda: server.descriptors()[1] <= before[1] + 4)
+        self.assertLess(server.descriptors()[0], 64)
 
 
 class Refusals(unittest.TestCase):
