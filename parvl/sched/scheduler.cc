@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kMaxBlocks = int64_t{1} << 24, kMaxBlockSize = int64_t{1} << 16;
 constexpr int64_t kMaxEncoderBytes = int64_t{1} << 50;
+constexpr int64_t kLeastPart = 16;  // of a step's tokens for a prompt: fewer are hardly worth its turn
 
 void insert_in_order(std::vector<Sequence*>& line, Sequence& sequence) {
   const auto before = [](const Sequence* a, const Sequence* b) { return goes_before(*a, *b); };
@@ -112,6 +113,7 @@ SchedulerOutput Scheduler::schedule(double now) {
   promote_starving(now);
   schedule_running(output);
   schedule_waiting(output);
+  give_rest(output);
   for (const RequestId id : output.preempted) by_id_.at(id)->waiting_since = now;
   in_flight_ = !output.sequences.empty();
   return output;
@@ -129,12 +131,34 @@ void Scheduler::promote_starving(double now) {
 
 // Those that wait for one token first: a long prompt must not make running streams wait.
 void Scheduler::schedule_running(SchedulerOutput& output) {
-  const Sequences turns = running_;
-  for (const bool decoding : {true, false}) {
-    for (Sequence* sequence : turns) {
-      if (!sequence->running || (sequence->length() - sequence->computed == 1) != decoding) continue;
-      schedule_tokens(*sequence, output);
-    }
+  Sequences decoding, prompts;
+  for (Sequence* sequence : running_) {
+    (sequence->length() - sequence->computed == 1 ? decoding : prompts).push_back(sequence);
+  }
+  for (Sequence* sequence : decoding) {
+    if (sequence->running) schedule_tokens(*sequence, 1, output);
+  }
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const Sequence* const next = i + 1 < prompts.size() ? prompts[i + 1]
+                                 : waiting_.empty()     ? nullptr
+                                                        : waiting_.front();
+    if (prompts[i]->running) schedule_tokens(*prompts[i], part_for(*prompts[i], next), output);
+  }
+}
+
+// Of the step's tokens, for a prompt behind which `next` wants some too (null: nobody does): half of them, so that a
+// short prompt need not wait for the whole of a long one before it.
+int64_t Scheduler::part_for(const Sequence& sequence, const Sequence* next) const {
+  if (next == nullptr || next->request.priority > sequence.request.priority) return tokens_left_;
+  return std::min(tokens_left_, std::max(kLeastPart, (tokens_left_ + 1) / 2));
+}
+
+// What nobody else could take.
+void Scheduler::give_rest(SchedulerOutput& output) {
+  const Sequences turns = in_step_;
+  for (Sequence* sequence : turns) {
+    if (tokens_left_ == 0) return;
+    schedule_tokens(*sequence, tokens_left_, output);
   }
 }
 
@@ -144,10 +168,11 @@ void Scheduler::schedule_waiting(SchedulerOutput& output) {
     Sequence& sequence = *waiting_.front();
     if (lacks_memory_still(sequence) || !make_place(sequence, output)) return;
     waiting_.erase(waiting_.begin());
+    const int64_t part = part_for(sequence, waiting_.empty() ? nullptr : waiting_.front());
     sequence.running = true;
     insert_in_order(running_, sequence);
     sequence.lack = start_from_prefix_cache(sequence);
-    if (schedule_tokens(sequence, output)) {
+    if (schedule_tokens(sequence, part, output)) {
       sequence.lack.reset();
       continue;
     }
@@ -169,14 +194,14 @@ bool Scheduler::make_place(const Sequence& sequence, SchedulerOutput& output) {
   return true;
 }
 
-// What is given to it, else as many of its next tokens as budget, memory and encoder outputs allow. False when memory
-// is what lacks.
-bool Scheduler::schedule_tokens(Sequence& sequence, SchedulerOutput& output) {
+// What is given to it, else as many of its next tokens as memory and encoder outputs allow, and at most `most` more than
+// it has in this step. False when memory is what lacks.
+bool Scheduler::schedule_tokens(Sequence& sequence, int64_t most, SchedulerOutput& output) {
   if (sequence.fetching) return true;
   if (sequence.lacks_given()) return fetch_given(sequence, output);
-  const int64_t wanted = std::min(sequence.length() - sequence.computed, tokens_left_);
+  const int64_t wanted = std::min(sequence.length() - sequence.computed, sequence.in_flight + most);
   const int64_t count = count_ready(sequence, wanted, output);
-  if (count == 0) return true;
+  if (count <= sequence.in_flight) return true;
   if (!grow(sequence, sequence.computed + count, output)) return false;
   SequenceWork work;
   work.id = sequence.request.id;
@@ -189,11 +214,16 @@ bool Scheduler::schedule_tokens(Sequence& sequence, SchedulerOutput& output) {
     if (item.end() <= work.begin || item.begin >= work.begin + count) continue;
     work.media.push_back({static_cast<int32_t>(i), encoder_cache_.find(item.key)->slot});
   }
+  tokens_left_ -= count - sequence.in_flight;
+  if (sequence.in_flight == 0) {
+    in_step_.push_back(&sequence);
+    output.sequences.push_back(std::move(work));
+  } else {
+    const auto place = std::find(in_step_.begin(), in_step_.end(), &sequence) - in_step_.begin();
+    output.sequences[static_cast<size_t>(place)] = std::move(work);
+  }
   sequence.in_flight = count;
-  sequence.samples = work.samples;
-  tokens_left_ -= count;
-  in_step_.push_back(&sequence);
-  output.sequences.push_back(std::move(work));
+  sequence.samples = sequence.computed + count == sequence.length();
   return true;
 }
 

@@ -100,7 +100,9 @@ class Scheduler {
   void schedule_running(SchedulerOutput& output);
   void schedule_waiting(SchedulerOutput& output);
   bool make_place(const Sequence& sequence, SchedulerOutput& output);
-  bool schedule_tokens(Sequence& sequence, SchedulerOutput& output);
+  int64_t part_for(const Sequence& sequence, const Sequence* next) const;
+  void give_rest(SchedulerOutput& output);
+  bool schedule_tokens(Sequence& sequence, int64_t most, SchedulerOutput& output);
   bool fetch_given(Sequence& sequence, SchedulerOutput& output);
   int64_t count_ready(Sequence& sequence, int64_t wanted, SchedulerOutput& output);
   bool require_encoded(Sequence& sequence, size_t item, bool urgent, SchedulerOutput& output);

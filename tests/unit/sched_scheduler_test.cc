@@ -27,6 +27,34 @@ TEST(Scheduler, CutsALongPromptAndLetsRunningSequencesGoFirst) {
   EXPECT_EQ(next.sequences[1].begin, 15);
 }
 
+TEST(Scheduler, AShortPromptNeedNotWaitForTheWholeOfALongOne) {
+  SchedulerConfig config = small_config();
+  config.max_batched_tokens = 64;
+  config.num_blocks = 80;
+  config.max_model_len = 256;
+  const auto first_step = [&config](std::vector<SchedRequest> requests) {
+    Scheduler scheduler(config);
+    for (SchedRequest& request : requests) EXPECT_TRUE(scheduler.add(std::move(request), 0).ok());
+    std::vector<std::pair<int64_t, bool>> out;
+    for (const SequenceWork& work : scheduler.schedule(1).sequences) out.emplace_back(work.count, work.samples);
+    scheduler.check_invariants();
+    return out;
+  };
+  using Works = std::vector<std::pair<int64_t, bool>>;
+  EXPECT_EQ(first_step({make_request(1, 200)}), (Works{{64, false}}));
+  // Half for it, and what the other leaves of its own half.
+  EXPECT_EQ(first_step({make_request(1, 200), make_request(2, 20, {}, 0, 300)}), (Works{{44, false}, {20, true}}));
+  EXPECT_EQ(first_step({make_request(1, 200), make_request(2, 99, {}, 0, 300)}), (Works{{32, false}, {32, false}}));
+  EXPECT_EQ(first_step({make_request(1, 90), make_request(2, 90, {}, 0, 300), make_request(3, 9, {}, 0, 600)}),
+            (Works{{39, false}, {16, false}, {9, true}}));
+  // Of a lower priority: nothing while a higher one wants it.
+  EXPECT_EQ(first_step({make_request(1, 200), make_request(2, 20, {}, 1, 300)}), (Works{{64, false}}));
+  EXPECT_EQ(first_step({make_request(1, 60), make_request(2, 20, {}, 1, 300)}), (Works{{60, true}, {4, false}}));
+  // It cannot begin: nothing is kept for it.
+  config.max_seqs = 1;
+  EXPECT_EQ(first_step({make_request(1, 200), make_request(2, 20, {}, 0, 300)}), (Works{{64, false}}));
+}
+
 TEST(Scheduler, ComputesTheTextBeforeAnImageWhileItIsEncoded) {
   Scheduler scheduler(small_config());
   ASSERT_TRUE(scheduler.add(make_request(1, 12, {image(1, 5, 4)}), 0).ok());
