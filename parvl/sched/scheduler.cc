@@ -194,8 +194,8 @@ bool Scheduler::make_place(const Sequence& sequence, SchedulerOutput& output) {
   return true;
 }
 
-// What is given to it, else as many of its next tokens as memory and encoder outputs allow, and at most `most` more than
-// it has in this step. False when memory is what lacks.
+// What is given to it, else as many of its next tokens as memory and encoder outputs allow, and at most `most` more
+// than it has in this step. False when memory is what lacks.
 bool Scheduler::schedule_tokens(Sequence& sequence, int64_t most, SchedulerOutput& output) {
   if (sequence.fetching) return true;
   if (sequence.lacks_given()) return fetch_given(sequence, output);
