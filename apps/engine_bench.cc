@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -10,6 +11,7 @@
 
 #include "apps/commands.h"
 #include "apps/mixed_lengths.h"
+#include "apps/rank_processes.h"
 #include "parvl/base/json.h"
 #include "parvl/base/log.h"
 #include "parvl/base/memory.h"
@@ -178,6 +180,12 @@ absl::Status run_bench(const BenchFlags& flags, const Context& context) {
   options.hooks.on_step = steps.listener();
   const auto startup = std::make_shared<Startup>(context.clock, [](const std::string& line) { log_info(line); });
   options.load.startup = startup;
+  const auto lost = [](const absl::Status& why, bool /*loading*/) {
+    log_error(why.message());
+    std::fflush(nullptr);
+    std::_Exit(exit_code(why));
+  };
+  use_rank_processes(options, {.program = context.program_folder + "/" PARVL_PROGRAM, .on_lost = lost}, context.clock);
   PARVL_ASSIGN_OR_RETURN(auto engine, load_engine(flags.model, options, context.clock));
   if (!flags.image.empty() && !engine->prompts().has_images()) return invalid(flags.model, " takes no images");
   startup->begin("warm-up");
@@ -210,6 +218,12 @@ void add_engine_bench_command(CLI::App& app, Context& context) {
       ->capture_default_str();
   command->add_option("--kv-cache-memory-bytes", flags->engine.kv_cache_bytes,
                       "Memory for keys and values; 0: a share");
+  command
+      ->add_option("--tensor-parallel-size", flags->engine.tensor_ranks,
+                   "Processes that the LLM's matrices are cut over")
+      ->check(CLI::Range(1, 64));
+  command->add_option("--pipeline-parallel-size", flags->engine.pipeline_stages, "Stages that its layers are cut into")
+      ->check(CLI::Range(1, 64));
   command->add_flag("--enforce-eager", flags->engine.enforce_eager, "On a GPU: do not record decode steps");
   named(command->add_option("--record", flags->engine.record_path, "File for `replay`"));
   command->add_option("--clients", flags->clients, "At once")->check(CLI::Range(1, 1024))->capture_default_str();

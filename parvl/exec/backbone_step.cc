@@ -66,7 +66,7 @@ std::string to_message(const BackboneStep& step) {
   put(out, blocks);
   put(out, step.visual_rows);
   put(out, step.sample_rows);
-  put(out, std::vector<int64_t>{step.micro_batches});
+  put(out, std::vector<int64_t>{step.micro_batches, step.recorded ? 1 : 0});
   return out;
 }
 
@@ -79,9 +79,9 @@ absl::StatusOr<BackboneStep> read_step(std::string_view message) {
   const auto blocks = parser.list<int32_t>();
   out.visual_rows = parser.list<int64_t>();
   out.sample_rows = parser.list<int64_t>();
-  const auto micro_batches = parser.list<int64_t>();
-  bool fits =
-      parser.done() && micro_batches.size() == 1 && out.positions.size() == out.ids.size() && sequences.size() % 3 == 0;
+  const auto how = parser.list<int64_t>();
+  bool fits = parser.done() && how.size() == 2 && how[0] >= 1 && out.positions.size() == out.ids.size() &&
+              sequences.size() % 3 == 0;
   size_t at = 0;
   for (size_t i = 0; fits && i < sequences.size(); i += 3) {
     const auto count = static_cast<uint64_t>(sequences[i + 2]);
@@ -91,7 +91,9 @@ absl::StatusOr<BackboneStep> read_step(std::string_view message) {
     out.sequences.push_back({{begin, begin + static_cast<int64_t>(count)}, sequences[i], sequences[i + 1]});
     at += count;
   }
-  if (fits) out.micro_batches = micro_batches.front();
+  if (fits) out.micro_batches = how[0];
+  if (fits) out.recorded = how[1] != 0;
+  fits = fits && (!out.recorded || out.is_decode());
   if (fits && at == blocks.size()) return out;
   return invalid("a message of ", message.size(), " bytes is not a step");
 }
@@ -119,6 +121,21 @@ BackboneStep micro_batch_of(const BackboneStep& step, int64_t index) {
   };
   inside(step.visual_rows, out.visual_rows);
   inside(step.sample_rows, out.sample_rows);
+  return out;
+}
+
+std::vector<DecodeRow> decode_rows(const BackboneStep& step) {
+  std::vector<DecodeRow> out;
+  for (size_t i = 0; i < step.sequences.size(); ++i) {
+    const PagedSequence& sequence = step.sequences[i];
+    DecodeRow row;
+    row.token = static_cast<int32_t>(step.ids[i]);
+    row.position = step.positions[i];
+    row.blocks = sequence.blocks.data();
+    row.num_blocks = static_cast<int64_t>(sequence.blocks.size());
+    row.length = sequence.begin + 1;
+    out.push_back(row);
+  }
   return out;
 }
 
@@ -157,7 +174,8 @@ at::Tensor BackboneRunner::empty_rows(int64_t rows) const {
 
 // This rank's rows of the hidden states. None are not sent.
 at::Tensor BackboneRunner::from_stage_before(int64_t tokens) const {
-  const int64_t own = ranks().alone() ? tokens : ranks().split(tokens).counts[static_cast<size_t>(ranks().rank())];
+  const RowSplit rows = ranks().split(tokens);
+  const int64_t own = rows.counts.empty() ? tokens : rows.counts[static_cast<size_t>(ranks().rank())];
   const at::Tensor out = empty_rows(own);
   if (own > 0) wait(others_->from_before()->receive(buffer_of(out), 0));
   return out;
@@ -198,6 +216,7 @@ at::Tensor BackboneRunner::share_logits(const at::Tensor& hidden_SH, int64_t row
 
 at::Tensor BackboneRunner::run(const BackboneStep& step, const at::Tensor& visual) {
   at::NoGradGuard no_grad;
+  const WholeRows whole(model_.params(), Module::kBackbone, step.is_decode());
   std::vector<at::Tensor> sampled;  // on the last stage
   Sent sent;                        // what the next stage may not have yet
   int64_t images = 0;
@@ -223,6 +242,15 @@ at::Tensor BackboneRunner::run(const BackboneStep& step, const at::Tensor& visua
   }
   const at::Tensor hidden_SH = sampled.size() > 1 ? at::cat(sampled, 0) : sampled.empty() ? at::Tensor() : sampled[0];
   return share_logits(hidden_SH, static_cast<int64_t>(step.sample_rows.size()));
+}
+
+std::unique_ptr<DecodeGraphs> make_decode_graphs(const LoadedFiles& files, BackboneRunner& runner, int64_t max_seqs,
+                                                 int64_t max_model_len, bool record) {
+  constexpr int64_t kMaxRows = 256;
+  if (!files.device.is_cuda() || runner.stages() > 1) return nullptr;
+  const int64_t size = runner.pages().block_size();
+  return DecodeGraphs::create(*files.model, runner.pages(),
+                              {std::min(max_seqs, kMaxRows), (max_model_len + size - 1) / size, record});
 }
 
 }  // namespace parvl

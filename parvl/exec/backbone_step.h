@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "parvl/exec/decode_graphs.h"
 #include "parvl/exec/kv_cache.h"
 #include "parvl/exec/load.h"
 #include "parvl/models/model.h"
@@ -25,6 +26,8 @@ struct BackboneStep {
   // Into how many it is cut, which go through the stages of a pipeline one behind the other: a stage computes one while
   // the next stage computes the one before.
   int64_t micro_batches = 1;
+  bool recorded = false;  // one token of each sequence, all of which sample: by the graphs that all ranks have
+  bool is_decode() const { return ids.size() == sequences.size(); }
 };
 
 // How many for so many tokens: as many as there are stages, but none with fewer than `least` tokens, since each reads
@@ -37,6 +40,10 @@ BackboneStep micro_batch_of(const BackboneStep& step, int64_t index);
 std::string to_message(const BackboneStep& step);
 // InvalidArgument when it is not what to_message made.
 absl::StatusOr<BackboneStep> read_step(std::string_view message);
+
+// A step that is `recorded`, as the graphs take it; without what the first rank alone knows, how tokens are chosen.
+// Borrows the blocks.
+std::vector<DecodeRow> decode_rows(const BackboneStep& step);
 
 // A rank's part of the backbone with its pages. One thread; all ranks run the same steps in the same order.
 class BackboneRunner {
@@ -66,12 +73,17 @@ class BackboneRunner {
   at::Tensor from_stage_before(int64_t tokens) const;
   at::Tensor share_logits(const at::Tensor& hidden_SH, int64_t rows) const;
 
-  const Model& model_;
+  Model& model_;
   const at::Device device_;
   const std::shared_ptr<BackboneRanks> others_;  // null: it is alone
   const StagePart part_;
   KvPages pages_;
   std::shared_ptr<PagedAttention> attention_;
 };
+
+// The recorded decode steps of an engine with so many sequences of so many tokens: all its ranks call it, on the thread
+// of their steps. Null where there are none: on the CPU, and with a pipeline, whose messages no graph holds.
+std::unique_ptr<DecodeGraphs> make_decode_graphs(const LoadedFiles& files, BackboneRunner& runner, int64_t max_seqs,
+                                                 int64_t max_model_len, bool record);
 
 }  // namespace parvl

@@ -31,8 +31,7 @@ class GraphAttention : public AttentionBackend {
 
 }  // namespace
 
-std::unique_ptr<DecodeGraphs> DecodeGraphs::create(const Model& model, KvPages& pages,
-                                                   const DecodeGraphsOptions& options) {
+std::unique_ptr<DecodeGraphs> DecodeGraphs::create(Model& model, KvPages& pages, const DecodeGraphsOptions& options) {
   if (!cuda::has_decode_attention(pages.keys(0), pages.spec().heads) || pages.spec().vocab % 8 != 0) return nullptr;
   std::unique_ptr<DecodeGraphs> out(new DecodeGraphs(model, pages, options));
   if (out->pool_ == nullptr) return nullptr;
@@ -40,7 +39,7 @@ std::unique_ptr<DecodeGraphs> DecodeGraphs::create(const Model& model, KvPages& 
   return out;
 }
 
-DecodeGraphs::DecodeGraphs(const Model& model, KvPages& pages, const DecodeGraphsOptions& options)
+DecodeGraphs::DecodeGraphs(Model& model, KvPages& pages, const DecodeGraphsOptions& options)
     : model_(model), pages_(pages), options_(options), pool_(make_cuda_graph_pool()) {
   const int64_t max_rows = options.max_rows;
   host_ = make_inputs(/*pinned=*/true);
@@ -125,8 +124,9 @@ void DecodeGraphs::step(Graph& graph) {
   rows.lengths = first(device_.lengths);
   rows.allocate_scratch(graph.rows, pages_.spec().kv_heads, pages_.spec().head_dim, pages_.keys(0).device());
   batch.attention = std::make_shared<GraphAttention>(pages_, std::move(rows));
+  const WholeRows whole(model_.params(), Module::kBackbone);
   const at::Tensor hidden = run_pieces(model_.backbone().pieces(batch), {}).at("hidden");
-  graph.logits = model_.backbone().logits(hidden);
+  graph.logits = model_.backbone().logits(hidden).contiguous();
   const int64_t out_bytes = graph.rows * static_cast<int64_t>(sizeof(kernels::SampledRow));
   cuda::decode_sample(graph.logits, device_.sample, device_out_, finished_);
   host_out_.narrow(0, 0, out_bytes).copy_(device_out_.narrow(0, 0, out_bytes), /*non_blocking=*/true);

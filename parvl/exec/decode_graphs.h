@@ -32,12 +32,13 @@ struct DecodeGraphsOptions {
 };
 
 // All calls from one thread, which has a stream of its own (use_own_stream). Model and pages outlive it; the pages'
-// tensors must stay where they are.
+// tensors must stay where they are. Of a backbone that is cut by tensors all ranks make the same graphs, with what they
+// say to each other in them, and the same runs.
 class DecodeGraphs {
  public:
   // nullptr where there are no graphs: on the CPU, without libparvl_cuda.so, for a type or heads without kernels.
   // Records the graphs here, about a tenth of a second each.
-  static std::unique_ptr<DecodeGraphs> create(const Model& model, KvPages& pages, const DecodeGraphsOptions& options);
+  static std::unique_ptr<DecodeGraphs> create(Model& model, KvPages& pages, const DecodeGraphsOptions& options);
 
   int64_t max_rows() const { return options_.max_rows; }
   bool recorded() const { return options_.record; }
@@ -59,14 +60,14 @@ class DecodeGraphs {
     at::Tensor cos, sin, sample;     // float32 [R, D/2], bytes of SampleRow
   };
 
-  DecodeGraphs(const Model& model, KvPages& pages, const DecodeGraphsOptions& options);
+  DecodeGraphs(Model& model, KvPages& pages, const DecodeGraphsOptions& options);
   Inputs make_inputs(bool pinned) const;
   void fill(absl::Span<const DecodeRow> rows, int64_t padded);
   Graph& graph_for(int64_t rows);
   void record(Graph& graph);
   void step(Graph& graph);
 
-  const Model& model_;
+  Model& model_;
   KvPages& pages_;
   DecodeGraphsOptions options_;
   std::unique_ptr<CudaGraphPool> pool_;

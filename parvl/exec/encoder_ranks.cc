@@ -146,11 +146,9 @@ absl::StatusOr<at::Tensor> EncoderRanks::ask(size_t link, const EncodeQueue::Ite
   return here;
 }
 
-EncodedCount run_encoder_rank(const LoadedFiles& files, const Clock& clock, EncoderLinks& link, bool record) {
+EncodedCount run_encoder_rank(EncodeQueue& queue, EncoderLinks& link) {
   EncodedCount out;
-  EncodeQueue queue(files, clock);
   const absl::Status ended = catch_exceptions("a rank's encoder failed", [&]() -> absl::Status {
-    if (files.device.is_cuda()) queue.start(record);
     for (;;) {
       PARVL_ASSIGN_OR_RETURN(ProcessedImage image, read_image(link.from(0)));
       std::promise<EncodeQueue::Done> promise;

@@ -55,8 +55,7 @@ class EncoderRanks {
 struct EncodedCount {
   int64_t images = 0, patches = 0;
 };
-// What every other rank does: encodes what comes through its link, until that is closed. The files, with their weights,
-// outlive this. On a GPU `record` as for EncodeQueue::start.
-EncodedCount run_encoder_rank(const LoadedFiles& files, const Clock& clock, EncoderLinks& link, bool record);
+// What every other rank does: encodes what comes through its link, until that is closed.
+EncodedCount run_encoder_rank(EncodeQueue& queue, EncoderLinks& link);
 
 }  // namespace parvl

@@ -119,7 +119,7 @@ void log_plan(const LoadedFiles& files, const SchedulerConfig& config, const Ser
   std::string each = ranks == 1 ? "" : absl::StrCat(", and likewise on each of ", ranks, " ranks");
   if (stages > 1) each = absl::StrCat(" of rank 0; the layers are in ", stages, " stages on ", ranks, " ranks");
   log_info("weights: ", bytes_text(memory.weights), " on ", device_text(files.device), each);
-  if (ranks > 1 && files.device.is_cuda()) log_info("decode steps are not recorded: the LLM is cut over ranks");
+  if (stages > 1 && files.device.is_cuda()) log_info("decode steps are not recorded: the LLM is a pipeline");
   log_info("KV memory: ", config.num_blocks * config.block_size, " tokens in ", config.num_blocks, " blocks (",
            bytes_text(memory.kv), "); up to ", config.max_seqs, " requests of up to ", config.max_model_len,
            " tokens at once; a step takes up to ", bytes_text(memory.step + memory.encode), " more, encoded images ",
@@ -154,9 +154,10 @@ absl::StatusOr<std::unique_ptr<EngineRanks>> start_ranks(LoadedFiles& files, con
 class EncoderThread {
  public:
   EncoderThread(const LoadedFiles& files, const Clock& clock, std::shared_ptr<EncoderLinks> link, bool record)
-      : link_(std::move(link)) {
+      : queue_(files, clock), link_(std::move(link)) {
     if (link_ == nullptr) return;
-    thread_ = std::thread([&files, &clock, this, record] { run_encoder_rank(files, clock, *link_, record); });
+    if (files.device.is_cuda()) queue_.start(record);
+    thread_ = std::thread([this] { run_encoder_rank(queue_, *link_); });
   }
   ~EncoderThread() {
     if (link_ == nullptr) return;
@@ -165,6 +166,7 @@ class EncoderThread {
   }
 
  private:
+  EncodeQueue queue_;
   const std::shared_ptr<EncoderLinks> link_;
   std::thread thread_;
 };
@@ -192,12 +194,19 @@ absl::Status run_engine_rank(Communicator& communicator, RingReader& steps, cons
     PARVL_RETURN_IF_ERROR(load_weights(files, setup.dir, setup.options.load));
     BackboneRunner runner(files, setup.num_blocks, KvPages::kBlockSize);
     use_own_stream(files.device);
-    const EncoderThread encoder(files, clock, link, !setup.options.enforce_eager);
+    const bool record = !setup.options.enforce_eager;
+    const EncoderThread encoder(files, clock, link, record);
+    const auto graphs = make_decode_graphs(files, runner, setup.options.max_seqs, files.max_model_len, record);
     for (;;) {
       const auto next = steps.read();
       if (!next.ok()) return absl::OkStatus();
       PARVL_ASSIGN_OR_RETURN(const BackboneStep step, read_step(*next));
-      runner.run(step, {});
+      if (step.recorded && graphs == nullptr) return absl::InternalError("a recorded step, and this rank has none");
+      if (step.recorded) {
+        graphs->run(decode_rows(step));
+      } else {
+        runner.run(step, {});
+      }
     }
   });
 }

@@ -54,10 +54,7 @@ class TorchExecutor : public ModelExecutor {
     backbone_
         .run([this, config, record = options.graphs] {
           use_own_stream(files_.device);
-          if (runner_.is_cut()) return;  // what is recorded has no place yet for what the ranks say to each other
-          const int64_t blocks = (config.max_model_len + config.block_size - 1) / config.block_size;
-          graphs_ = DecodeGraphs::create(model(), runner_.pages(),
-                                         {std::min<int64_t>(config.max_seqs, kMaxGraphRows), blocks, record});
+          graphs_ = make_decode_graphs(files_, runner_, config.max_seqs, config.max_model_len, record);
         })
         .get();
   }
@@ -243,19 +240,12 @@ class TorchExecutor : public ModelExecutor {
   }
 
   std::vector<SampledToken> run_graph(const std::vector<StepItem>& items, const std::future<void>& masks) {
-    std::vector<DecodeRow> rows;
-    for (const StepItem& item : items) {
-      const RequestState& state = *item.state;
-      DecodeRow row;
-      row.token = state.tokens[static_cast<size_t>(item.work.begin)];
-      row.position = state.position(item.work.begin);
-      static_assert(sizeof(BlockId) == sizeof(int32_t));
-      row.blocks = &item.work.blocks.data()->value;
-      row.num_blocks = static_cast<int64_t>(item.work.blocks.size());
-      row.length = item.work.begin + 1;
-      row.sample = sample_row(state);
-      rows.push_back(row);
-    }
+    BackboneStep step;
+    step.recorded = true;
+    for (const StepItem& item : items) add_tokens(item, step);
+    if (ranks_ != nullptr) ranks_->send(to_message(step));
+    std::vector<DecodeRow> rows = decode_rows(step);
+    for (size_t i = 0; i < items.size(); ++i) rows[i].sample = sample_row(*items[i].state);
     const absl::Span<const kernels::SampledRow> chosen = graphs_->run(rows);
     masks.wait();
     std::vector<RequestState*> states;
@@ -288,6 +278,18 @@ class TorchExecutor : public ModelExecutor {
     return out;
   }
 
+  // The new tokens of a sequence, and its blocks.
+  static void add_tokens(const StepItem& item, BackboneStep& step) {
+    const SequenceWork& work = item.work;
+    for (int64_t i = work.begin; i < work.begin + work.count; ++i) {
+      step.ids.push_back(item.state->tokens[static_cast<size_t>(i)]);
+      step.positions.push_back(item.state->position(i));
+    }
+    PagedSequence sequence{{}, work.begin, work.count};
+    for (const BlockId block : work.blocks) sequence.blocks.push_back(block.value);
+    step.sequences.push_back(std::move(sequence));
+  }
+
   // Logits [S, V] after the last token of each of the S sequences that sample, on the device; undefined without any.
   at::Tensor forward(const std::vector<StepItem>& items) {
     BackboneStep step;
@@ -295,10 +297,7 @@ class TorchExecutor : public ModelExecutor {
     for (const StepItem& item : items) {
       const SequenceWork& work = item.work;
       const int64_t base = static_cast<int64_t>(step.ids.size());
-      for (int64_t i = work.begin; i < work.begin + work.count; ++i) {
-        step.ids.push_back(item.state->tokens[static_cast<size_t>(i)]);
-        step.positions.push_back(item.state->position(i));
-      }
+      add_tokens(item, step);
       for (size_t m = 0; m < work.media.size(); ++m) {
         const MediaSpan& span = item.state->prompt->media[static_cast<size_t>(work.media[m].item)];
         const int64_t from = std::max(span.begin, work.begin);
@@ -306,9 +305,6 @@ class TorchExecutor : public ModelExecutor {
         visual.push_back(item.visual[m].narrow(0, from - span.begin, to - from));
         for (int64_t i = from; i < to; ++i) step.visual_rows.push_back(base + i - work.begin);
       }
-      PagedSequence sequence{{}, work.begin, work.count};
-      for (const BlockId block : work.blocks) sequence.blocks.push_back(block.value);
-      step.sequences.push_back(std::move(sequence));
       if (work.samples) step.sample_rows.push_back(base + work.count - 1);
     }
     step.micro_batches =
@@ -364,7 +360,6 @@ class TorchExecutor : public ModelExecutor {
     token.last = state.grammar->ended();
   }
 
-  static constexpr int64_t kMaxGraphRows = 256;
   // About from here on the arithmetic of a product takes longer than reading its matrix.
   static constexpr int64_t kCpuMicroBatch = 32, kGpuMicroBatch = 256;
 

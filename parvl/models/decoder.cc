@@ -97,7 +97,7 @@ class Decoder : public Backbone {
   at::Tensor put_visual(const at::Tensor& hidden, const at::Tensor& visual, const at::Tensor& visual_rows,
                         const RowSplit& rows) const {
     const at::Tensor values = visual.to(hidden.scalar_type());
-    if (ranks_.alone()) return hidden.index_copy(0, visual_rows, values);
+    if (rows.counts.empty()) return hidden.index_copy(0, visual_rows, values);
     // The others' go to a row more, which is dropped: how many are here no host has to wait for.
     const int64_t own = hidden.size(0);
     const at::Tensor at = visual_rows - rows.begin(ranks_.rank());

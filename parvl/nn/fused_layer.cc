@@ -30,6 +30,21 @@ void add_linear(const at::Tensor& x_TO, const at::Tensor& y_TI, const Linear& li
   if (linear.bias != nullptr) x.add_(linear.bias->value);
 }
 
+// x + y · wᵀ + b where w is cut by its inputs, on every rank: the first adds what is there once. May overwrite x.
+at::Tensor add_linear(const at::Tensor& x_TO, const at::Tensor& y_TI, const Linear& linear,
+                      const TensorParallel& ranks) {
+  if (ranks.rank() == 0) {
+    add_linear(x_TO, y_TI, linear);
+    ranks.reduce(x_TO, ReduceOp::kSum);
+    return x_TO;
+  }
+  const Linear part{linear.weight, nullptr};
+  const at::Tensor out =
+      cuda::fits_decode(y_TI, {part}) ? cuda::decode_linear(y_TI, {part}, {}) : at::linear(y_TI, part.weight->value);
+  ranks.reduce(out, ReduceOp::kSum);
+  return out;
+}
+
 at::Tensor norm_linears(const at::Tensor& x_TH, const Norm& norm, absl::Span<const LinearWeights> weights) {
   if (cuda::fits_decode(x_TH, weights)) {
     return cuda::decode_linear(x_TH, weights, {.norm = norm.weight, .eps = norm.eps});
@@ -66,21 +81,21 @@ at::Tensor joined_linear(const at::Tensor& x_TI, absl::Span<const LinearWeights>
 bool takes_fused_layer(const DecoderLayer& layer, const at::Tensor& x_TH) {
   return x_TH.scalar_type() == at::kBFloat16 && cuda::fits(x_TH) && x_TH.dim() == 2 && x_TH.is_contiguous() &&
          !at::GradMode::is_enabled() && !in_weight_grad_scope() && layer.attn_norm.bias == nullptr &&
-         layer.mlp.gate.weight != nullptr && layer.ranks->alone();
+         layer.mlp.gate.weight != nullptr && (layer.ranks->alone() || layer.ranks->whole_rows());
 }
 
 at::Tensor fused_layer(const DecoderLayer& layer, at::Tensor x_TH, const RotaryTable& rope,
                        AttentionBackend& attention) {
-  const int64_t tokens = x_TH.size(0), heads = layer.heads, kv_heads = layer.kv_heads, dim = layer.head_dim;
+  const int64_t tokens = x_TH.size(0), dim = layer.head_dim;
+  const int64_t heads = layer.q.weight->value.size(0) / dim, kv_heads = layer.k.weight->value.size(0) / dim;  // here
   const at::Tensor qkv = norm_linears(x_TH, layer.attn_norm, {layer.q, layer.k, layer.v});
   const auto part = [&](int64_t first, int64_t count) {
     return qkv.narrow(1, first * dim, count * dim).unflatten(1, {count, dim});
   };
   const at::Tensor mixed =
       attention.attend(layer.index, part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads), rope);
-  add_linear(x_TH, mixed.reshape({tokens, heads * dim}), layer.out);
-  add_linear(x_TH, norm_swiglu(x_TH, layer.mlp_norm, layer.mlp), layer.mlp.down);
-  return x_TH;
+  x_TH = add_linear(x_TH, mixed.reshape({tokens, heads * dim}), layer.out, *layer.ranks);
+  return add_linear(x_TH, norm_swiglu(x_TH, layer.mlp_norm, layer.mlp), layer.mlp.down, *layer.ranks);
 }
 
 }  // namespace parvl

@@ -6,8 +6,8 @@
 
 namespace parvl {
 
-// Whether this layer has it: bfloat16 on a GPU with libparvl_cuda.so, no graph, RMSNorm and a gated MLP, all
-// of it on one rank.
+// Whether this layer has it: bfloat16 on a GPU with libparvl_cuda.so, no graph, RMSNorm and a gated MLP, and all rows
+// here.
 bool takes_fused_layer(const DecoderLayer& layer, const at::Tensor& x_TH);
 
 // What DecoderLayer computes, but for rounding: sums that the plain way rounds to bfloat16 in between are float32 here.

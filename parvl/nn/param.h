@@ -89,6 +89,8 @@ class ParamTable {
   absl::Status split(Module module, ProcessGroup* group);
   // The ranks that a module is cut over. The address stays while the table lives.
   const TensorParallel& ranks(Module module) const { return ranks_[static_cast<size_t>(module)]; }
+  // TensorParallel::keep_whole_rows.
+  void keep_whole_rows(Module module, bool whole) { ranks_[static_cast<size_t>(module)].keep_whole_rows(whole); }
   // A whole tensor of the parameter's global shape out of all ranks' parts, on all ranks of its module's group, which
   // all call it.
   at::Tensor whole(const Param& param, const at::Tensor& part) const;
@@ -110,6 +112,21 @@ class ParamTable {
   std::vector<std::unique_ptr<Param>> params_;
   std::unordered_map<std::string, Param*> by_name_;
   std::array<TensorParallel, 3> ranks_;  // by module
+};
+
+// While it lives, every rank has all rows of the module's forwards (TensorParallel::keep_whole_rows).
+class WholeRows {
+ public:
+  WholeRows(ParamTable& params, Module module, bool whole = true) : params_(params), module_(module) {
+    params_.keep_whole_rows(module_, whole);
+  }
+  ~WholeRows() { params_.keep_whole_rows(module_, false); }
+  WholeRows(const WholeRows&) = delete;
+  WholeRows& operator=(const WholeRows&) = delete;
+
+ private:
+  ParamTable& params_;
+  const Module module_;
 };
 
 at::ScalarType to_scalar_type(DType dtype);

@@ -83,17 +83,23 @@ struct SumRowsFn : Function<SumRowsFn> {
 }  // namespace
 
 at::Tensor TensorParallel::gather_rows(const at::Tensor& own_rH, const RowSplit& rows) const {
-  if (alone()) return own_rH;
+  if (alone() || rows.counts.empty()) return own_rH;
   return GatherRowsFn::apply(own_rH, reinterpret_cast<int64_t>(group_), rows.counts);
 }
 
 at::Tensor TensorParallel::sum_rows(const at::Tensor& part_RH, const RowSplit& rows) const {
   if (alone()) return part_RH;
+  if (rows.counts.empty()) {
+    const at::Tensor whole = part_RH.contiguous();
+    PARVL_CHECK(!whole.requires_grad(), "rows that are whole on every rank have no backward");
+    reduce(whole, ReduceOp::kSum);
+    return whole;
+  }
   return SumRowsFn::apply(part_RH, reinterpret_cast<int64_t>(group_), rows.counts);
 }
 
 at::Tensor TensorParallel::own_rows(const at::Tensor& all_RH, const RowSplit& rows) const {
-  if (alone()) return all_RH;
+  if (alone() || rows.counts.empty()) return all_RH;
   return all_RH.narrow(0, rows.begin(rank()), rows.counts[static_cast<size_t>(rank())]);
 }
 

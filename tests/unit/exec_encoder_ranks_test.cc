@@ -95,7 +95,8 @@ TEST_F(EncoderRanksTest, FeaturesAreThoseOfOneEncoderAndTheWorkIsShared) {
       const auto files = load_encoder(dir);
       const auto links = *EncoderLinks::connect(communicator, 1000);  // less than any image
       if (communicator.rank() > 0) {
-        counts[static_cast<size_t>(communicator.rank())] = run_encoder_rank(*files, clock(), *links, false);
+        EncodeQueue queue(*files, clock());
+        counts[static_cast<size_t>(communicator.rank())] = run_encoder_rank(queue, *links);
         return;
       }
       std::atomic<int64_t> begun = 0, over = 0;  // patches of other ranks
@@ -139,7 +140,8 @@ TEST_F(EncoderRanksTest, AFailureIsItsImagesAlone) {
     const auto files = load_encoder(dir);
     const auto links = *EncoderLinks::connect(communicator);
     if (communicator.rank() > 0) {
-      run_encoder_rank(*files, clock(), *links, false);
+      EncodeQueue queue(*files, clock());
+      run_encoder_rank(queue, *links);
       return;
     }
     EncoderRanks ranks(*files, clock(), {links, never, {}});

@@ -258,6 +258,7 @@ TEST(BackboneStep, ComesBackFromItsMessageAndFromNothingElse) {
   step.sequences = {{{4, 9}, 17, 2}, {{}, 0, 0}, {{3}, 0, 1}};
   step.visual_rows = {1};
   step.sample_rows = {0, 2};
+  step.micro_batches = 3;
   const std::string message = to_message(step);
   const auto back = read_step(message);
   ASSERT_TRUE(back.ok());
@@ -265,6 +266,8 @@ TEST(BackboneStep, ComesBackFromItsMessageAndFromNothingElse) {
   EXPECT_EQ(back->positions, step.positions);
   EXPECT_EQ(back->visual_rows, step.visual_rows);
   EXPECT_EQ(back->sample_rows, step.sample_rows);
+  EXPECT_EQ(back->micro_batches, 3);
+  EXPECT_FALSE(back->recorded);
   ASSERT_EQ(back->sequences.size(), 3u);
   for (size_t i = 0; i < 3; ++i) {
     EXPECT_EQ(back->sequences[i].blocks, step.sequences[i].blocks);
@@ -278,6 +281,27 @@ TEST(BackboneStep, ComesBackFromItsMessageAndFromNothingElse) {
     wrong[i + 7] = '\x7f';
     (void)read_step(wrong);  // never more than the message has
   }
+}
+
+TEST(BackboneStep, ThatIsRecordedHasOneTokenOfEachSequence) {
+  BackboneStep step;
+  step.ids = {5, 6};
+  step.positions = {{17, 18, 19}, {3, 3, 3}};
+  step.sequences = {{{4, 9}, 17, 1}, {{3}, 3, 1}};
+  step.recorded = true;
+  const auto back = read_step(to_message(step));
+  ASSERT_TRUE(back.ok());
+  EXPECT_TRUE(back->recorded);
+  const std::vector<DecodeRow> rows = decode_rows(*back);
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].token, 5);
+  EXPECT_EQ(rows[0].position, (std::array<int64_t, 3>{17, 18, 19}));
+  EXPECT_EQ(rows[0].num_blocks, 2);
+  EXPECT_EQ(rows[0].blocks[1], 9);
+  EXPECT_EQ(rows[0].length, 18);
+  EXPECT_EQ(rows[1].length, 4);
+  step.sequences = {{{4, 9}, 17, 2}};
+  EXPECT_FALSE(read_step(to_message(step)).ok());
 }
 
 }  // namespace

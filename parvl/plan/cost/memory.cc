@@ -105,8 +105,10 @@ int64_t step_bytes(const BackboneSpec& whole, DType dtype, const StepShape& s, c
       s.tokens * (8 + b.head_dim * wide + (target.cuda ? 24 : 0)) + s.visual_tokens * (b.hidden * bytes + 8);
   // Where it is cut a rank has its own rows between matrices. All of them are gathered before a matrix; after one each
   // rank's part of all sums is there, and once more filled up to equal parts.
-  const int64_t own = (s.tokens + s.ranks - 1) / s.ranks * b.hidden * bytes;
-  const int64_t gathered = s.ranks > 1 ? h : 0, summed = s.ranks > 1 ? 2 * h : 0;
+  // With one token of each sequence a rank has all rows.
+  const bool all_rows = s.ranks == 1 || s.longest_piece <= 1;
+  const int64_t own = all_rows ? h : (s.tokens + s.ranks - 1) / s.ranks * b.hidden * bytes;
+  const int64_t gathered = all_rows ? 0 : h, summed = s.ranks == 1 ? 0 : all_rows ? h : 2 * h;
   // In a layer: its input; queries, keys and values before and after their rotation (the values need none).
   const int64_t rotated = own + 2 * q + 3 * kv;
   const int64_t projecting = rotated + 2 * own + gathered;
