@@ -20,6 +20,7 @@
 #include "parvl/media/worker_pool.h"
 #include "parvl/plan/placement_text.h"
 #include "parvl/serve/media_fetch.h"
+#include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/server.h"
 #include "parvl/serve/warm_up.h"
 
@@ -189,6 +190,21 @@ absl::StatusOr<std::unique_ptr<Engine>> load_here(EngineOptions engine, const st
   return out;
 }
 
+// Who decodes pictures: with pools, into the store that is returned.
+absl::StatusOr<std::shared_ptr<PixelStore>> start_decoders(ServeOptions& serve, bool pools, const Context& context) {
+  std::shared_ptr<PixelStore> store;
+  if (pools) {
+    PARVL_ASSIGN_OR_RETURN(store, start_pixels(context));
+  }
+  // A text-only directory has no pictures.
+  if (!std::filesystem::exists(serve.model_dir + "/preprocessor_config.json")) return store;
+  MediaWorkerOptions workers;
+  workers.program = context.program_folder + "/parvl-media-worker";
+  if (store != nullptr) workers.store = store;
+  PARVL_ASSIGN_OR_RETURN(serve.media.images, MediaWorkerPool::start(workers, context.clock));
+  return store;
+}
+
 absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
@@ -215,12 +231,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   PARVL_RETURN_IF_ERROR(check_record(flags));
   PARVL_RETURN_IF_ERROR(start_trace(flags, context.clock));
 
-  // A text-only directory has no pictures to decode.
-  if (std::filesystem::exists(flags.serve.model_dir + "/preprocessor_config.json")) {
-    MediaWorkerOptions workers;
-    workers.program = context.program_folder + "/parvl-media-worker";
-    PARVL_ASSIGN_OR_RETURN(flags.serve.media.images, MediaWorkerPool::start(workers, context.clock));
-  }
+  PARVL_ASSIGN_OR_RETURN(const auto pixels, start_decoders(flags.serve, pools.has_value(), context));
   const auto view = pools.has_value() ? open_admin(*pools, flags.serve) : nullptr;
   PARVL_ASSIGN_OR_RETURN(const auto server, Server::listen(flags.serve, context.clock));
   const std::string admin_url = server->admin_url();
@@ -233,7 +244,8 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const auto load = [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     if (pools.has_value()) {
       startup->begin("instances");
-      PARVL_ASSIGN_OR_RETURN(auto fleet, start_pools(*pools, flags.serve.model_dir, flags.engine, view, context));
+      PARVL_ASSIGN_OR_RETURN(auto fleet,
+                             start_pools(*pools, {flags.serve.model_dir, flags.engine, view, pixels}, context));
       startup->begin("listening");
       takes_images = fleet->prompts().has_images();
       return fleet;

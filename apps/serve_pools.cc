@@ -13,9 +13,12 @@
 #include "parvl/base/shared_block.h"
 #include "parvl/exec/record_file.h"
 #include "parvl/serve/pools/fleet_engine.h"
+#include "parvl/serve/pools/pixels.h"
 
 namespace parvl {
 namespace {
+
+constexpr int64_t kLeastPixelBytes = int64_t{1} << 30;
 
 std::string device_of(const PoolServing& pools, const PoolPlan& pool) {
   const auto mapped = pools.device_map.find(pool.device);
@@ -162,9 +165,13 @@ absl::Status check_servable(const Allocation& allocation, const PlacementPlan& p
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,
-                                                    const EngineOptions& engine, const std::shared_ptr<PoolsView>& view,
+absl::StatusOr<std::shared_ptr<PixelStore>> start_pixels(const Context& context) {
+  return PixelStore::start(random_token(), std::max(kLeastPixelBytes, available_bytes() / 4), context.clock);
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const PoolsBase& base,
                                                     const Context& context) {
+  const EngineOptions& engine = base.engine;
   FleetOptions options;
   std::map<std::string, std::string> devices;
   PARVL_ASSIGN_OR_RETURN(const SharedWeights shared, share_weights(pools));
@@ -199,15 +206,15 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   }
   log_info("each pool keeps its instances: scaling by load is not available yet");
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
-  options.model_dir = model_dir;
+  options.model_dir = base.model_dir;
+  options.pixels = base.pixels;
   if (!engine.record_path.empty()) {
     PARVL_ASSIGN_OR_RETURN(options.record, record_to(engine.record_path, engine.record_max_bytes));
   }
   LoadOptions front = engine.load;
   front.startup = nullptr;  // a part of what comes before the instances are ready, not a phase
-  PARVL_ASSIGN_OR_RETURN(options.front, load_front(model_dir, front));
-  options.token = random_token();
-  options.watch = [view](FleetEngine* fleet) { view->show(fleet); };
+  PARVL_ASSIGN_OR_RETURN(options.front, load_front(base.model_dir, front));
+  options.watch = [view = base.view](FleetEngine* fleet) { view->show(fleet); };
   std::vector<std::shared_ptr<SharedBlock>> weights;
   for (const auto& [part, blocks] : shared) weights.insert(weights.end(), blocks.begin(), blocks.end());
   auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices), std::move(weights));

@@ -13,6 +13,8 @@
 
 namespace parvl {
 
+class PixelStore;
+
 struct PoolServing {
   Allocation allocation;
   PlacementPlan plan;
@@ -26,9 +28,19 @@ absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::str
 // Unimplemented for what an instance cannot be yet.
 absl::Status check_servable(const Allocation& allocation, const PlacementPlan& plan);
 
-// Starts every instance; returns when all are ready. `engine`: the options of each. `view` shows them from the start.
-absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const std::string& model_dir,
-                                                    const EngineOptions& engine, const std::shared_ptr<PoolsView>& view,
+// Where images' patches lie for the instances: a quarter of the memory there is, and at least a GiB.
+absl::StatusOr<std::shared_ptr<PixelStore>> start_pixels(const Context& context);
+
+// What there is once, beside the allocation.
+struct PoolsBase {
+  std::string model_dir;
+  EngineOptions engine;             // of each instance
+  std::shared_ptr<PoolsView> view;  // shows them from the start
+  std::shared_ptr<PixelStore> pixels;
+};
+
+// Starts every instance; returns when all are ready.
+absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, const PoolsBase& base,
                                                     const Context& context);
 
 // What the allocation says of the gateway's queues.

@@ -3,6 +3,7 @@
 #include <array>
 #include <cmath>
 
+#include "parvl/base/check.h"
 #include "parvl/base/file.h"
 #include "parvl/base/json.h"
 #include "parvl/media/unicode.h"
@@ -183,26 +184,31 @@ absl::StatusOr<ImageSize> ImageProcessor::target_size(int width, int height) con
   return ImageSize{static_cast<int>(target_w), static_cast<int>(target_h)};
 }
 
-absl::StatusOr<ProcessedImage> ImageProcessor::process(const Image& image) const {
-  PARVL_ASSIGN_OR_RETURN(ImageSize size, target_size(image.width, image.height));
+absl::StatusOr<ProcessedImage> ImageProcessor::outline(const ImageSize& size) const {
+  PARVL_ASSIGN_OR_RETURN(const ImageSize target, target_size(size.width, size.height));
+  ProcessedImage out;
+  out.grid_t = 1;
+  out.grid_h = target.height / config_.patch_size;
+  out.grid_w = target.width / config_.patch_size;
+  out.merge_size = config_.merge_size;
+  out.patch_floats = 3 * config_.temporal_patch_size * config_.patch_size * config_.patch_size;
+  return out;
+}
+
+absl::Status ImageProcessor::fill(const Image& image, absl::Span<float> patches) const {
+  PARVL_ASSIGN_OR_RETURN(const ImageSize size, target_size(image.width, image.height));
+  PARVL_ASSIGN_OR_RETURN(const ProcessedImage shape, outline({image.width, image.height}));
+  PARVL_CHECK(static_cast<int64_t>(patches.size()) == shape.num_values(), "patches of another image's size");
   const bool resizes = size.width != image.width || size.height != image.height;
   Image resized;
   if (resizes) resized = resize_like_pil(image, size.width, size.height, config_.resample);
   const Image& from = resizes ? resized : image;
-
-  ProcessedImage out;
-  out.grid_t = 1;
-  out.grid_h = size.height / config_.patch_size;
-  out.grid_w = size.width / config_.patch_size;
-  out.merge_size = config_.merge_size;
-  out.patch_floats = 3 * config_.temporal_patch_size * config_.patch_size * config_.patch_size;
-  out.patches.resize(static_cast<size_t>(out.num_patches()) * static_cast<size_t>(out.patch_floats));
   const std::array tables = {value_table(config_, 0), value_table(config_, 1), value_table(config_, 2)};
   const auto patch = static_cast<size_t>(config_.patch_size), merge = static_cast<size_t>(config_.merge_size);
   const size_t row_bytes = 3 * static_cast<size_t>(from.width);
-  float* to = out.patches.data();
-  for (size_t by = 0; by < static_cast<size_t>(out.grid_h); by += merge) {
-    for (size_t bx = 0; bx < static_cast<size_t>(out.grid_w); bx += merge) {
+  float* to = patches.data();
+  for (size_t by = 0; by < static_cast<size_t>(shape.grid_h); by += merge) {
+    for (size_t bx = 0; bx < static_cast<size_t>(shape.grid_w); bx += merge) {
       for (size_t y = by; y < by + merge; ++y) {
         for (size_t x = bx; x < bx + merge; ++x) {
           to = write_patch(config_, tables, &from.rgb[y * patch * row_bytes + 3 * x * patch], row_bytes, to);
@@ -210,6 +216,13 @@ absl::StatusOr<ProcessedImage> ImageProcessor::process(const Image& image) const
       }
     }
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ProcessedImage> ImageProcessor::process(const Image& image) const {
+  PARVL_ASSIGN_OR_RETURN(ProcessedImage out, outline({image.width, image.height}));
+  out.patches.resize(static_cast<size_t>(out.num_values()));
+  PARVL_RETURN_IF_ERROR(fill(image, absl::MakeSpan(out.patches)));
   return out;
 }
 

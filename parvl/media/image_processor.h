@@ -2,8 +2,11 @@
 // processor of the Qwen2-VL family (dynamic resolution: any size, sides rounded to multiples of patch · merge).
 #pragma once
 
+#include <absl/types/span.h>
+
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +15,13 @@
 #include "parvl/media/image.h"
 
 namespace parvl {
+
+// Patches that lie where other processes read them: there while this lives. `handle` is for those who know how.
+class PatchPlace {
+ public:
+  virtual ~PatchPlace() = default;
+  virtual const std::string& handle() const = 0;
+};
 
 // grid_t · grid_h · grid_w patches, row-major in merge order (each merge × merge square of patches is contiguous), each
 // patch [channel, temporal_patch, patch, patch] float32.
@@ -24,8 +34,10 @@ struct ProcessedImage {
   // Identity of what this was made from: SHA-256 of the source file's bytes, the processor's version and settings. All
   // zero: not known.
   std::array<uint8_t, 32> key{};
-  std::vector<float> patches;  // [num_patches() · patch_floats]
+  std::vector<float> patches;               // [num_values()]; empty when they lie in `place`
+  std::shared_ptr<const PatchPlace> place;  // null: they are here
   int64_t num_patches() const { return int64_t{grid_t} * grid_h * grid_w; }
+  int64_t num_values() const { return num_patches() * patch_floats; }
   int64_t num_tokens() const { return num_patches() / (merge_size * merge_size); }  // after the projector's merge
 };
 
@@ -54,6 +66,9 @@ class ImageProcessor {
 
   // InvalidArgument for what the Hugging Face processor refuses (aspect ratio of 200 or more), naming the sides.
   absl::StatusOr<ProcessedImage> process(const Image& image) const;
+  // The same in two parts: all but the patches, of an image of this size; and the patches, num_values() of that.
+  absl::StatusOr<ProcessedImage> outline(const ImageSize& size) const;
+  absl::Status fill(const Image& image, absl::Span<float> patches) const;
   // The size `process` resizes to (width, height), without touching pixels.
   absl::StatusOr<ImageSize> target_size(int width, int height) const;
   const ImageProcessorConfig& config() const { return config_; }

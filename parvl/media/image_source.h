@@ -18,6 +18,13 @@ class ImageSource {
                                                  const ImageProcessor& processor) = 0;
 };
 
+// All of it but the patches, from the file's header alone; the key is set. Errors as ImageSource::prepare.
+absl::StatusOr<ProcessedImage> outline_image(std::string_view file, const ImageLimits& limits,
+                                             const ImageProcessor& processor);
+// The patches of a file that has this outline. Likewise.
+absl::Status fill_patches(std::string_view file, const ImageLimits& limits, const ImageProcessor& processor,
+                          absl::Span<float> patches);
+
 // In this process.
 class LocalImages : public ImageSource {
  public:

@@ -59,8 +59,7 @@ bool plausible(const WorkerReply& r) {
   }
   if (r.merge_size < 1 || r.grid_h % r.merge_size != 0 || r.grid_w % r.merge_size != 0) return false;
   const int64_t patches = int64_t{r.grid_t} * r.grid_h * r.grid_w;
-  return patches <= kMaxReplyFloats / r.patch_floats &&
-         r.floats == static_cast<uint64_t>(patches) * static_cast<uint64_t>(r.patch_floats);
+  return patches <= kMaxReplyFloats / r.patch_floats;
 }
 
 }  // namespace
@@ -146,12 +145,26 @@ absl::StatusOr<ProcessedImage> MediaWorkerPool::prepare(std::string_view file, c
   }
   const absl::Status started = worker.pid > 0 ? absl::OkStatus() : spawn(worker);
   if (started.ok()) {
-    out = ask(worker, make_request(file, limits, processor.config()), file);
+    Talk talk{worker, {&clock_, clock_.now_ns() + std::chrono::nanoseconds(options_.timeout).count()}};
+    absl::Status status = ask(talk, make_request(file, limits, processor.config()), file);
+    absl::Status no_room;
+    if (status.ok()) {
+      auto memory = options_.store->reserve(talk.image);
+      no_room = memory.status();
+      if (memory.ok()) talk.memory = *std::move(memory);
+      status = fill(talk);
+    }
     // What it said may be half of an answer: only a whole one leaves it fit for the next picture.
-    const bool died = absl::IsUnavailable(out.status()), late = absl::IsDeadlineExceeded(out.status());
-    const int ended = died || late || absl::IsInternal(out.status()) ? kill(worker) : -1;
-    if (died) out = why_it_died(ended);
-    if (late) out = unusable("it took too long");
+    const bool died = absl::IsUnavailable(status), late = absl::IsDeadlineExceeded(status);
+    const int ended = died || late || absl::IsInternal(status) ? kill(worker) : -1;
+    if (died) status = why_it_died(ended);
+    if (late) status = unusable("it took too long");
+    status.Update(no_room);
+    if (status.ok()) {
+      out = std::move(talk.image);
+    } else {
+      out = status;
+    }
   } else {
     out = started;
   }
@@ -177,32 +190,45 @@ void MediaWorkerPool::give_back(size_t index, Worker worker) {
   freed_.notify_one();
 }
 
-// Unavailable, DeadlineExceeded or Internal when the worker cannot be used any more; else its answer.
-absl::StatusOr<ProcessedImage> MediaWorkerPool::ask(const Worker& worker, const WorkerRequest& request,
-                                                    std::string_view file) const {
-  const Until until{&clock_, clock_.now_ns() + std::chrono::nanoseconds(options_.timeout).count()};
-  PARVL_RETURN_IF_ERROR(send_all(worker.socket, &request, sizeof request, until));
-  PARVL_RETURN_IF_ERROR(send_all(worker.socket, file.data(), file.size(), until));
+absl::StatusOr<WorkerReply> MediaWorkerPool::read_reply(const Talk& talk) {
   WorkerReply reply;
-  PARVL_RETURN_IF_ERROR(receive_all(worker.socket, &reply, sizeof reply, until));
-  if (reply.code != 0) {
-    if (reply.text_bytes > kMaxReplyText) return failed("a media worker answered nonsense");
-    std::string text(reply.text_bytes, '\0');
-    PARVL_RETURN_IF_ERROR(receive_all(worker.socket, text.data(), text.size(), until));
-    const bool over_limit = reply.code == static_cast<int32_t>(absl::StatusCode::kResourceExhausted);
-    return over_limit ? absl::ResourceExhaustedError(text) : invalid(text);
-  }
-  ProcessedImage out;
-  out.grid_t = reply.grid_t;
-  out.grid_h = reply.grid_h;
-  out.grid_w = reply.grid_w;
-  out.patch_floats = reply.patch_floats;
-  out.merge_size = reply.merge_size;
-  std::memcpy(out.key.data(), reply.key, sizeof reply.key);
-  if (!plausible(reply)) return failed("a media worker answered nonsense");
-  out.patches.resize(reply.floats);
-  PARVL_RETURN_IF_ERROR(receive_all(worker.socket, out.patches.data(), reply.floats * sizeof(float), until));
-  return out;
+  PARVL_RETURN_IF_ERROR(receive_all(talk.worker.socket, &reply, sizeof reply, talk.until));
+  received_ += static_cast<int64_t>(sizeof reply);
+  if (reply.code == 0) return reply;
+  if (reply.text_bytes > kMaxReplyText) return failed("a media worker answered nonsense");
+  std::string text(reply.text_bytes, '\0');
+  PARVL_RETURN_IF_ERROR(receive_all(talk.worker.socket, text.data(), text.size(), talk.until));
+  received_ += static_cast<int64_t>(text.size());
+  const bool over_limit = reply.code == static_cast<int32_t>(absl::StatusCode::kResourceExhausted);
+  return over_limit ? absl::ResourceExhaustedError(text) : invalid(text);
+}
+
+// Unavailable, DeadlineExceeded or Internal when the worker cannot be used any more; else its answer.
+absl::Status MediaWorkerPool::ask(Talk& talk, const WorkerRequest& request, std::string_view file) {
+  PARVL_RETURN_IF_ERROR(send_all(talk.worker.socket, &request, sizeof request, talk.until));
+  PARVL_RETURN_IF_ERROR(send_all(talk.worker.socket, file.data(), file.size(), talk.until));
+  sent_ += static_cast<int64_t>(sizeof request + file.size());
+  PARVL_ASSIGN_OR_RETURN(const WorkerReply reply, read_reply(talk));
+  ProcessedImage& image = talk.image;
+  image.grid_t = reply.grid_t;
+  image.grid_h = reply.grid_h;
+  image.grid_w = reply.grid_w;
+  image.patch_floats = reply.patch_floats;
+  image.merge_size = reply.merge_size;
+  std::memcpy(image.key.data(), reply.key, sizeof reply.key);
+  return plausible(reply) ? absl::OkStatus() : failed("a media worker answered nonsense");
+}
+
+// It writes the patches where they are to lie. Errors as ask().
+absl::Status MediaWorkerPool::fill(Talk& talk) {
+  WorkerMemory memory;
+  if (talk.memory != nullptr) memory.bytes = static_cast<uint64_t>(talk.image.num_values()) * sizeof(float);
+  const int descriptor = talk.memory == nullptr ? -1 : talk.memory->descriptor();
+  PARVL_RETURN_IF_ERROR(send_memory(talk.worker.socket, memory, descriptor, talk.until));
+  sent_ += static_cast<int64_t>(sizeof memory);
+  if (talk.memory == nullptr) return absl::OkStatus();
+  PARVL_ASSIGN_OR_RETURN(const WorkerReply reply, read_reply(talk));
+  return with_context(talk.memory->finish(reply.checksum, talk.image), "its patches");
 }
 
 }  // namespace parvl

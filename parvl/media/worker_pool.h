@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -14,6 +15,7 @@
 
 #include "parvl/base/clock.h"
 #include "parvl/media/image_source.h"
+#include "parvl/media/patch_memory.h"
 #include "parvl/media/worker_protocol.h"
 
 namespace parvl {
@@ -23,6 +25,13 @@ struct MediaWorkerOptions {
   int workers = 2;                            // pictures decoded at once; further callers wait
   int64_t memory_bytes = int64_t{2} << 30;    // of one worker's address space
   std::chrono::milliseconds timeout{30'000};  // for one picture; then the worker is killed
+  std::shared_ptr<PatchStore> store = std::make_shared<LocalPatches>();  // where workers write patches; never null
+};
+
+// What went between the pool and its workers, which is no more for a picture of more pixels: those are written once,
+// by the worker, where they stay.
+struct MediaWorkerCounters {
+  int64_t sent_bytes = 0, received_bytes = 0;
 };
 
 // Starts workers as they are needed and again after one has died.
@@ -34,11 +43,12 @@ class MediaWorkerPool : public ImageSource {
   ~MediaWorkerPool() override;
 
   // InvalidArgument too when the worker broke or took too long over this picture; Unavailable when it was killed from
-  // outside.
+  // outside, or the store has no room.
   absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits,
                                          const ImageProcessor& processor) override;
 
   std::vector<pid_t> pids() const;  // of the workers that live
+  MediaWorkerCounters counters() const { return {sent_, received_}; }
 
  private:
   struct Worker {
@@ -51,10 +61,20 @@ class MediaWorkerPool : public ImageSource {
   void give_back(size_t index, Worker worker);
   absl::Status spawn(Worker& worker) const;
   static int kill(Worker& worker);  // how it ended, as waitpid tells; -1: there was none
-  absl::StatusOr<ProcessedImage> ask(const Worker& worker, const WorkerRequest& request, std::string_view file) const;
+  // A conversation with one worker about one picture.
+  struct Talk {
+    const Worker& worker;
+    Until until;
+    ProcessedImage image = {};
+    std::unique_ptr<PatchMemory> memory = {};  // which the worker may write to until it has answered, or is dead
+  };
+  absl::StatusOr<WorkerReply> read_reply(const Talk& talk);
+  absl::Status ask(Talk& talk, const WorkerRequest& request, std::string_view file);
+  absl::Status fill(Talk& talk);
 
   MediaWorkerOptions options_;
   const Clock& clock_;
+  std::atomic<int64_t> sent_ = 0, received_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable freed_;
   std::vector<Worker> workers_;

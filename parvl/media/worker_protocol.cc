@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <limits>
 
 namespace parvl {
@@ -51,6 +52,53 @@ absl::Status receive_all(int socket, void* data, size_t bytes, const Until& unti
   const int flags = until.clock != nullptr ? MSG_DONTWAIT : 0;
   return move_all(socket, POLLIN, bytes, until,
                   [&](size_t done) { return ::recv(socket, static_cast<char*>(data) + done, bytes - done, flags); });
+}
+
+absl::Status send_memory(int socket, const WorkerMemory& memory, int descriptor, const Until& until) {
+  iovec content{const_cast<WorkerMemory*>(&memory), sizeof memory};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof descriptor)] = {};
+  msghdr message{};
+  message.msg_iov = &content;
+  message.msg_iovlen = 1;
+  if (memory.bytes > 0) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof descriptor);
+    std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
+  }
+  const int flags = MSG_NOSIGNAL | (until.clock != nullptr ? MSG_DONTWAIT : 0);
+  size_t first = 0;
+  PARVL_RETURN_IF_ERROR(move_all(socket, POLLOUT, 1, until, [&](size_t) {
+    const ssize_t n = ::sendmsg(socket, &message, flags);
+    first = n > 0 ? static_cast<size_t>(n) : 0;
+    return n > 0 ? 1 : n;
+  }));
+  return send_all(socket, reinterpret_cast<const char*>(&memory) + first, sizeof memory - first, until);
+}
+
+absl::Status receive_memory(int socket, WorkerMemory& memory, int& descriptor) {
+  descriptor = -1;
+  iovec content{&memory, sizeof memory};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof descriptor)] = {};
+  msghdr message{};
+  message.msg_iov = &content;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  size_t first = 0;
+  PARVL_RETURN_IF_ERROR(move_all(socket, POLLIN, 1, {}, [&](size_t) {
+    const ssize_t n = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    first = n > 0 ? static_cast<size_t>(n) : 0;
+    return n > 0 ? 1 : n;
+  }));
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  if (header != nullptr && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof descriptor)) {
+    std::memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
+  }
+  return receive_all(socket, reinterpret_cast<char*>(&memory) + first, sizeof memory - first, {});
 }
 
 }  // namespace parvl

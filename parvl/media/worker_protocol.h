@@ -20,12 +20,21 @@ struct WorkerRequest {
   double rescale_factor = 0, mean[3] = {}, std[3] = {};
 };
 
+// First of what the file's header says, then of its patches. Not OK: a reason of text_bytes follows, and then the next
+// request.
 struct WorkerReply {
-  int32_t code = 0;         // absl::StatusCode
-  uint32_t text_bytes = 0;  // not OK: a reason of this length follows, and nothing else
+  int32_t code = 0;  // absl::StatusCode
+  uint32_t text_bytes = 0;
+  // First:
   int32_t grid_t = 0, grid_h = 0, grid_w = 0, patch_floats = 0, merge_size = 0;
   uint8_t key[32] = {};
-  uint64_t floats = 0;  // OK: the patches follow
+  // Then:
+  uint64_t checksum = 0;  // of the patches, in the memory that was given
+};
+
+// Between the two: where the patches go.
+struct WorkerMemory {
+  uint64_t bytes = 0;  // a descriptor comes along; 0: there is none, and the next request follows
 };
 
 // A point in time to be done by; without a clock: never.
@@ -38,5 +47,10 @@ struct Until {
 // blocking or not.
 absl::Status send_all(int socket, const void* data, size_t bytes, const Until& until);
 absl::Status receive_all(int socket, void* data, size_t bytes, const Until& until);
+
+// With the descriptor, unless there are no bytes. Errors likewise.
+absl::Status send_memory(int socket, const WorkerMemory& memory, int descriptor, const Until& until);
+// `descriptor`: the receiver's to close; -1: none came.
+absl::Status receive_memory(int socket, WorkerMemory& memory, int& descriptor);
 
 }  // namespace parvl

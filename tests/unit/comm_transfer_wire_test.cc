@@ -4,7 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "parvl/comm/transfer/transfer_checksum.h"
+#include "parvl/base/checksum.h"
 #include "parvl/comm/transfer/transfer_slab.h"
 #include "parvl/comm/transfer/transfer_socket.h"
 #include "parvl/comm/transfer/transfer_wire.h"

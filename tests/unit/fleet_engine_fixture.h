@@ -68,7 +68,7 @@ class FleetEngineTest : public testing::Test {
     options.front.prompts = *PromptBuilder::load(folder_.path());
     options.front.end_tokens = {kEnd};
     options.front.max_model_len = 1000;
-    options.token = kToken;
+    options.pixels = store_;
     options.feature_bytes = feature_bytes_;
     auto threads = std::make_unique<Threads>(script_, folder_.path());
     threads_ = threads.get();
@@ -88,7 +88,7 @@ class FleetEngineTest : public testing::Test {
       ProcessedImage image = {.grid_t = 1, .grid_h = 2, .grid_w = 2, .patch_floats = 96, .merge_size = 2};
       image.key[0] = shows;
       image.patches.assign(size_t{4} * 96, shows);
-      prompt->images.push_back(std::make_shared<const ProcessedImage>(std::move(image)));
+      prompt->images.push_back(placed(*store_, std::move(image)));
       prompt->media.push_back({0, 1, 1});
     }
     request.prompt = prompt;
@@ -141,6 +141,7 @@ class FleetEngineTest : public testing::Test {
   TemporaryFolder folder_;
   FleetSettings settings_;
   int64_t feature_bytes_ = int64_t{1} << 20;
+  const std::shared_ptr<PixelStore> store_ = *PixelStore::start(kToken, 64 << 20, kClock);
   std::shared_ptr<Script> script_ = std::make_shared<Script>();
   Threads* threads_ = nullptr;
   std::unique_ptr<FleetEngine> engine_;

@@ -1,6 +1,9 @@
 #include "tests/unit/pools_fixture.h"
 
+#include <unistd.h>
+
 #include "parvl/base/check.h"
+#include "parvl/base/checksum.h"
 
 namespace parvl {
 namespace {
@@ -151,6 +154,17 @@ class FillingEncoder : public EncodeEngine {
 };
 
 }  // namespace
+
+std::shared_ptr<const ProcessedImage> placed(PixelStore& store, ProcessedImage image) {
+  const auto memory = *store.reserve(image);
+  const size_t bytes = image.patches.size() * sizeof(float);
+  PARVL_CHECK(::pwrite(memory->descriptor(), image.patches.data(), bytes, 0) == static_cast<ssize_t>(bytes),
+              "no write");
+  const uint64_t checksum = tensor_checksum(image.patches.data(), bytes, 0);
+  image.patches.clear();
+  PARVL_CHECK(memory->finish(checksum, image).ok(), "no place");
+  return std::make_shared<const ProcessedImage>(std::move(image));
+}
 
 std::unique_ptr<EncodeEngine> filling_encoder() { return std::make_unique<FillingEncoder>(); }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "parvl/serve/pools/instance_starter.h"
+#include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/pools/worker.h"
 #include "tests/unit/serve_fake.h"
 
@@ -45,6 +46,9 @@ struct Script {
 // the end.
 std::unique_ptr<Engine> counting_engine(std::shared_ptr<Script> script, size_t instance, const std::string& folder,
                                         const EngineHooks& hooks);
+
+// The image, with its patches where instances pull them.
+std::shared_ptr<const ProcessedImage> placed(PixelStore& store, ProcessedImage image);
 
 // Makes of an image its first value, many times.
 std::unique_ptr<EncodeEngine> filling_encoder();

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/base/checksum.h"
 #include "parvl/base/text.h"
-#include "parvl/comm/transfer/transfer_checksum.h"
 #include "parvl/comm/transfer/transfer_link.h"
 
 namespace parvl {

@@ -50,6 +50,12 @@ absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::map(const FileDescriptor
   return std::unique_ptr<SharedSlab>(new SharedSlab(FileDescriptor(), static_cast<std::byte*>(data), bytes));
 }
 
+absl::StatusOr<FileDescriptor> SharedSlab::open_to_write() const {
+  FileDescriptor out(::open(absl::StrCat("/proc/self/fd/", read_only_.get()).c_str(), O_RDWR | O_CLOEXEC));
+  if (!out) return no_memory("open", bytes_);
+  return out;
+}
+
 void SharedSlab::discard() { ::madvise(data_, static_cast<size_t>(bytes_), MADV_REMOVE); }
 
 }  // namespace parvl

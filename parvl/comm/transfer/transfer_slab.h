@@ -27,6 +27,8 @@ class SharedSlab {
   int64_t bytes() const { return bytes_; }
   // For others, to read only; of a slab that was created here.
   int read_only_descriptor() const { return read_only_.get(); }
+  // The same to write as well, for another process to fill; of a slab that was created here.
+  absl::StatusOr<FileDescriptor> open_to_write() const;
   // Gives the memory back to the system also where another process still maps it, without reading. Of a slab that was
   // created here.
   void discard();

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/base/checksum.h"
 #include "parvl/base/text.h"
-#include "parvl/comm/transfer/transfer_checksum.h"
 #include "parvl/comm/transfer/transfer_server.h"
 
 namespace parvl {
@@ -45,7 +45,7 @@ TransferRegion& TransferRegion::operator=(TransferRegion&& other) noexcept {
   state_ = std::move(other.state_);
   item_ = other.item_;
   slab_ = other.slab_;
-  base_ = other.base_;
+  memory_ = std::move(other.memory_);
   tensors_ = std::move(other.tensors_);
   return *this;
 }
@@ -85,23 +85,32 @@ absl::StatusOr<TransferRegion> TransferSource::reserve(std::vector<TransferTenso
   }
   const TransferLedger::Memory& memory = state_->ledger.memory(*item);
   out.slab_ = memory.slab;
-  out.base_ = memory.memory->data();
+  out.memory_ = memory.memory;
   out.item_ = *item;
   out.tensors_ = std::move(tensors);
   out.state_ = state_;
   return out;
 }
 
+absl::StatusOr<FileDescriptor> TransferRegion::open_to_write() const { return memory_->open_to_write(); }
+
 TransferHandle TransferSource::publish(TransferRegion region, const TransferLease& lease) {
+  uint64_t checksum = 0;
+  for (size_t i = 0; i < region.tensors_.size(); ++i) {
+    checksum = tensor_checksum(region.data(i), static_cast<size_t>(region.tensors_[i].bytes), checksum);
+  }
+  return publish(std::move(region), lease, checksum);
+}
+
+TransferHandle TransferSource::publish(TransferRegion region, const TransferLease& lease, uint64_t checksum) {
   PARVL_CHECK(region.state_ == state_, "a region of another source, or an empty one");
   auto content = std::make_shared<TransferContent>();
   TransferHandle out;
-  for (size_t i = 0; i < region.tensors_.size(); ++i) {
-    const TransferTensor& tensor = region.tensors_[i];
+  for (const TransferTensor& tensor : region.tensors_) {
     content->parts.push_back({tensor.offset, tensor.bytes});
     content->payload_bytes += tensor.bytes;
-    out.checksum = tensor_checksum(region.data(i), static_cast<size_t>(tensor.bytes), out.checksum);
   }
+  out.checksum = checksum;
   out.source = state_->options.name;
   out.epoch = state_->options.epoch;
   out.item = region.item_;

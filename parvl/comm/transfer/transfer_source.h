@@ -13,6 +13,7 @@
 #include "parvl/base/status.h"
 #include "parvl/comm/transfer/transfer_counters.h"
 #include "parvl/comm/transfer/transfer_handle.h"
+#include "parvl/comm/transfer/transfer_slab.h"
 
 namespace parvl {
 
@@ -54,8 +55,10 @@ class TransferRegion {
 
   TransferId item() const { return item_; }
   const std::vector<TransferTensor>& tensors() const { return tensors_; }
+  // Of memory in which the tensors lie at their offsets, for another process to fill. ResourceExhausted: no descriptor.
+  absl::StatusOr<FileDescriptor> open_to_write() const;
   // Of the tensor with this place in `tensors`: `bytes` of them, at a multiple of 64. Holds anything at first.
-  std::byte* data(size_t tensor) const { return base_ + tensors_[tensor].offset; }
+  std::byte* data(size_t tensor) const { return memory_->data() + tensors_[tensor].offset; }
 
  private:
   friend class TransferSource;
@@ -63,7 +66,7 @@ class TransferRegion {
   std::shared_ptr<TransferSourceState> state_;  // null: empty
   TransferId item_;
   int64_t slab_ = 0;
-  std::byte* base_ = nullptr;
+  std::shared_ptr<SharedSlab> memory_;
   std::vector<TransferTensor> tensors_;
 };
 
@@ -84,6 +87,8 @@ class TransferSource {
   absl::StatusOr<TransferRegion> reserve(std::vector<TransferTensor> tensors, double wait_s = 0);
   // From here on nobody may write to it. Takes the checksum, on this thread.
   TransferHandle publish(TransferRegion region, const TransferLease& lease);
+  // The same of what another process has filled, which says the checksum; here nobody looks at it.
+  TransferHandle publish(TransferRegion region, const TransferLease& lease, uint64_t checksum);
   // False: it was not there any more.
   bool drop(TransferId item);
   // No connection of this reader's epochs up to this one gets anything from now on; gives how many there were. What it

@@ -6,6 +6,7 @@
 #include "parvl/base/check.h"
 #include "parvl/base/log.h"
 #include "parvl/serve/pools/fleet_engine_parts.h"
+#include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/pools/prefix_chain.h"
 #include "parvl/serve/pools/wire.h"
 
@@ -71,17 +72,10 @@ absl::StatusOr<std::unique_ptr<FleetEngine>> FleetEngine::start(FleetOptions opt
                                                                 const Clock& clock) {
   std::unique_ptr<FleetEngine> engine(new FleetEngine(std::move(options), std::move(starter), clock));
   FleetEngine* const self = engine.get();
-  TransferSourceOptions pixels;
-  pixels.name = "gateway";
-  pixels.epoch = 1;
-  pixels.token = engine->options_.token;
-  pixels.clock = &clock;
-  pixels.arena_bytes = engine->options_.pixel_bytes;
-  PARVL_ASSIGN_OR_RETURN(engine->pixels_, TransferSource::start(pixels));
   PARVL_ASSIGN_OR_RETURN(
       engine->server_,
       StreamServer::listen(
-          engine->options_.token,
+          engine->options_.pixels->token(),
           {.message =
                [self](StreamId stream, wire::FromInstance message) {
                  self->post([self, stream, message = std::move(message)] { self->take(stream, message); });
@@ -227,6 +221,9 @@ void FleetEngine::publish() {
 
 RequestId FleetEngine::submit(EngineRequest request) {
   PARVL_CHECK(request.prompt != nullptr && request.on_token && request.on_end, "an incomplete request");
+  for (const auto& image : request.prompt->images) {
+    PARVL_CHECK(image->place != nullptr, "an image whose patches do not lie where instances read them");
+  }
   FleetRequest what;
   what.chain = prefix_chain(*request.prompt, request.cache_salt, options_.fleet.block_tokens);
   const auto tokens = static_cast<int64_t>(request.prompt->ids.size());
@@ -271,10 +268,6 @@ void FleetEngine::drain(InstanceId id) {
   });
 }
 
-bool FleetEngine::stopping() const {
-  std::lock_guard lock(mutex_);
-  return stopping_;
-}
 int64_t FleetEngine::max_running() const {
   std::lock_guard lock(mutex_);
   return published_.capacity;

@@ -14,8 +14,6 @@
 #include <thread>
 #include <vector>
 
-#include "parvl/base/job_thread.h"
-#include "parvl/comm/transfer/transfer_source.h"
 #include "parvl/serve/pools/fleet_options.h"
 #include "parvl/serve/pools/instance_starter.h"
 #include "parvl/serve/pools/instance_status.h"
@@ -24,7 +22,6 @@
 namespace parvl {
 
 class StreamServer;
-struct ImagePlace;
 namespace wire {  // proto/instance.proto, whose headers do not go together with libtorch's
 class Command;
 class Encoded;
@@ -52,6 +49,7 @@ class FleetEngine : public Engine {
   std::string device_name() const override;
   std::vector<std::pair<std::string, std::string>> places() const override;  // as pools and instances
   GrammarCompiler& grammars() override { return *grammars_; }
+  // Its images lie in FleetOptions::pixels.
   RequestId submit(EngineRequest request) override;
   void cancel(RequestId id) override;
   EngineStats stats() const override;  // of all instances together, those that are gone included
@@ -78,7 +76,6 @@ class FleetEngine : public Engine {
   void publish();
   InstanceStatus status_of(InstanceId id);
   double now() const { return clock_.now_seconds(); }
-  bool stopping() const;
 
   void take(StreamId stream, const wire::FromInstance& message);
   void take_said(InstanceId id, int64_t epoch, const wire::Said& said);
@@ -93,10 +90,7 @@ class FleetEngine : public Engine {
   void act(const RequestOrder& order);
   void encode(const RequestOrder& order, Live& live);
   void generate(const RequestOrder& order, Live& live);
-  void send_generate(const RequestOrder& order, const Live& live, const std::vector<ImagePlace>& places);
   void let_go(const RequestOrder& order);
-  using Published = std::function<void(const std::vector<TransferHandle>&, const absl::Status&)>;
-  void publish_images(std::vector<std::shared_ptr<const ProcessedImage>> images, Published then);
   void deliver(Live& live);
   std::string places_text(const std::vector<InstanceId>& instances) const;
   Link& link(InstanceId id);
@@ -112,7 +106,6 @@ class FleetEngine : public Engine {
   std::unique_ptr<GrammarCompiler> grammars_;
   std::unique_ptr<InstanceStarter> starter_;
   std::unique_ptr<StreamServer> server_;
-  std::unique_ptr<TransferSource> pixels_;
 
   // The thread's.
   RecordedFleet fleet_;
@@ -138,7 +131,6 @@ class FleetEngine : public Engine {
   Snapshot published_;
   std::function<void()> capacity_changed_;
   std::thread thread_;
-  JobThread publisher_;  // copies pixels to where instances fetch them
 };
 
 }  // namespace parvl

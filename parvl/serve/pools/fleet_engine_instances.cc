@@ -6,6 +6,7 @@
 
 #include "parvl/base/log.h"
 #include "parvl/serve/pools/fleet_engine_parts.h"
+#include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/pools/wire.h"
 
 namespace parvl {
@@ -36,7 +37,7 @@ void FleetEngine::send(InstanceId id, wire::Command command) {
 
 // Nobody gives that process anything any more, wherever it still asks.
 void FleetEngine::fence(InstanceId id, int64_t epoch) {
-  pixels_->fence(instance_name(id), epoch);
+  options_.pixels->fence(instance_name(id), epoch);
   for (size_t i = 0; i < links_.size(); ++i) {
     if (links_[i].stream == std::nullopt || static_cast<int64_t>(i) == id.value) continue;
     wire::Command command;
@@ -177,7 +178,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       link.stream.reset();
       link.released = false;
       link.pids.clear();
-      starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.token});
+      starter_->start({order.instance, order.action.epoch, pool.name, server_->address(), options_.pixels->token()});
       return;
     case Kind::kAssign:
       log_info(name, " (process ", link.pids.front(), ") takes on its modules");

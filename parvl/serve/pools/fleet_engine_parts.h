@@ -27,14 +27,6 @@ struct FleetEngine::Live {
   std::vector<InstanceId> encoded_on, generated_on;  // each once, in order
   int generation = 0;                                // the attempt that is under way; 0: none
   std::string kv;  // where the keys and values up to the last token lie, that not included; "": nowhere
-  // Pixels that wait to be fetched: by item of those, else of the generation.
-  std::vector<std::pair<std::optional<size_t>, TransferId>> pixels;
-  void drop_pixels(TransferSource& source, std::optional<size_t> of) {
-    std::erase_if(pixels, [&](const auto& there) { return there.first == of && (source.drop(there.second), true); });
-  }
-  void drop_all_pixels(TransferSource& source) {
-    for (const auto& [of, item] : std::exchange(pixels, {})) source.drop(item);
-  }
 };
 
 // What is known of an instance's process.

@@ -6,14 +6,10 @@
 
 #include "parvl/base/check.h"
 #include "parvl/serve/pools/fleet_engine_parts.h"
-#include "parvl/serve/pools/pixels.h"
 #include "parvl/serve/pools/wire.h"
 
 namespace parvl {
 namespace {
-
-constexpr double kRoom_s = 30;     // that pixels wait for memory which others' lie in
-constexpr double kBreath_s = 0.2;  // between two looks at whether anybody waits for them still
 
 void note(std::vector<InstanceId>& instances, InstanceId one) {
   if (std::find(instances.begin(), instances.end(), one) == instances.end()) instances.push_back(one);
@@ -37,7 +33,6 @@ void FleetEngine::take_token(InstanceId id, const wire::Token& token) {
   const RequestId request{token.request()};
   const auto found = live_.find(request);
   if (found == live_.end() || found->second->generation != token.attempt()) return;  // it has ended, or moved
-  found->second->drop_pixels(*pixels_, std::nullopt);                                // it has them
   token_ = read_token(token);
   const auto index = static_cast<int64_t>(found->second->result.token_ids.size());
   act(fleet_.request(request,
@@ -102,7 +97,6 @@ void FleetEngine::act(const RequestOrder& order) {
       return encode(order, live);
     case Kind::kCancelEncoding:
       live.items[order.action.item].attempt = 0;
-      live.drop_pixels(*pixels_, order.action.item);
       return let_go(order);
     case Kind::kLetGoKv: {
       live.kv.clear();
@@ -121,58 +115,18 @@ void FleetEngine::act(const RequestOrder& order) {
   }
 }
 
-// Copies pixels to where the instance fetches them, on a thread that may wait for room; `then`, on the deciding one,
-// gets a handle for each unless there was no room in time.
-void FleetEngine::publish_images(std::vector<std::shared_ptr<const ProcessedImage>> images, Published then) {
-  publisher_.submit([this, images = std::move(images), then = std::move(then)]() mutable {
-    std::vector<TransferHandle> handles;
-    absl::Status status;
-    for (const auto& image : images) {
-      auto handle = publish_pixels(*pixels_, *image, kBreath_s);
-      for (double waited_s = kBreath_s; absl::IsResourceExhausted(handle.status()) && waited_s < kRoom_s && !stopping();
-           waited_s += kBreath_s) {
-        handle = publish_pixels(*pixels_, *image, kBreath_s);
-      }
-      status.Update(handle.status());
-      if (!status.ok()) break;
-      handles.push_back(*std::move(handle));
-    }
-    if (absl::IsResourceExhausted(status)) status = absl::UnavailableError("there was no room for its pixels in time");
-    post([then = std::move(then), handles = std::move(handles), status] { then(handles, status); });
-  });
-}
-
 void FleetEngine::encode(const RequestOrder& order, Live& live) {
   const size_t item = order.action.item;
   live.items[item] = {order.action.attempt, ""};
   note(live.encoded_on, order.action.instance);
-  const int64_t epoch = link(order.action.instance).epoch;
-  publish_images(
-      {live.request.prompt->images[item]}, [this, order, item, epoch](const auto& handles, const auto& status) {
-        const auto found = live_.find(order.request);
-        const bool lost = link(order.action.instance).epoch != epoch;  // and asked of another
-        if (lost || found == live_.end() || found->second->items[item].attempt != order.action.attempt) {
-          for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
-          return;
-        }
-        if (!status.ok()) {
-          return act(fleet_.request(order.request,
-                                    {.kind = RequestEvent::Kind::kEncodingFailed,
-                                     .instance = order.action.instance,
-                                     .item = item,
-                                     .attempt = order.action.attempt,
-                                     .status = status},
-                                    now()));
-        }
-        found->second->pixels.emplace_back(item, handles[0].item);
-        wire::Command command;
-        wire::Encode& message = *command.mutable_encode();
-        message.set_request(order.request.value);
-        message.set_item(static_cast<int32_t>(item));
-        message.set_attempt(order.action.attempt);
-        write_image(*found->second->request.prompt->images[item], {handles[0].encode(), ""}, *message.mutable_image());
-        send(order.action.instance, std::move(command));
-      });
+  const ProcessedImage& image = *live.request.prompt->images[item];
+  wire::Command command;
+  wire::Encode& message = *command.mutable_encode();
+  message.set_request(order.request.value);
+  message.set_item(static_cast<int32_t>(item));
+  message.set_attempt(order.action.attempt);
+  write_image(image, {image.place->handle(), ""}, *message.mutable_image());
+  send(order.action.instance, std::move(command));
 }
 
 void FleetEngine::let_go(const RequestOrder& order) {
@@ -191,7 +145,6 @@ void FleetEngine::take_encoded(InstanceId id, const wire::Encoded& encoded) {
   if (found == live_.end() || index >= found->second->items.size()) return;
   Live::Item& item = found->second->items[index];
   if (item.attempt != encoded.attempt()) return;  // it was called off, and the instance knows
-  found->second->drop_pixels(*pixels_, index);
   RequestEvent event = {.instance = id, .item = index, .attempt = encoded.attempt()};
   event.status = read_failure(encoded.failure());
   event.kind = event.status.ok() ? RequestEvent::Kind::kEncoded : RequestEvent::Kind::kEncodingFailed;
@@ -203,37 +156,13 @@ void FleetEngine::take_encoded(InstanceId id, const wire::Encoded& encoded) {
 void FleetEngine::generate(const RequestOrder& order, Live& live) {
   live.generation = order.action.attempt;
   note(live.generated_on, order.action.instance);
-  live.drop_pixels(*pixels_, std::nullopt);  // of an attempt before
-  const auto& images = live.request.prompt->images;
   std::vector<ImagePlace> places;
   for (const Live::Item& item : live.items) places.push_back({"", item.output});
-  places.resize(images.size());  // without instances that encode, whoever goes on has the images in what it is given
-  const bool has_kv = order.action.kind == RequestAction::Kind::kDecode;
-  if (!live.items.empty() || images.empty() || has_kv) return send_generate(order, live, places);
-  const int64_t epoch = link(order.action.instance).epoch;
-  publish_images(images, [this, order, epoch](const auto& handles, const auto& status) {
-    const auto found = live_.find(order.request);
-    const bool lost = link(order.action.instance).epoch != epoch;
-    if (lost || found == live_.end() || found->second->generation != order.action.attempt) {
-      for (const TransferHandle& handle : handles) pixels_->drop(handle.item);
-      return;
-    }
-    std::vector<ImagePlace> published;
-    for (const TransferHandle& handle : handles) {
-      found->second->pixels.emplace_back(std::nullopt, handle.item);
-      published.push_back({handle.encode(), ""});
-    }
-    if (status.ok()) return send_generate(order, *found->second, published);
-    act(fleet_.request(order.request,
-                       {.kind = RequestEvent::Kind::kGenerationFailed,
-                        .instance = order.action.instance,
-                        .attempt = order.action.attempt,
-                        .status = status},
-                       now()));
-  });
-}
-
-void FleetEngine::send_generate(const RequestOrder& order, const Live& live, const std::vector<ImagePlace>& places) {
+  if (live.items.empty()) {
+    // The instance encodes them; whoever goes on has them in what it is given.
+    const bool has_kv = order.action.kind == RequestAction::Kind::kDecode;
+    for (const auto& image : live.request.prompt->images) places.push_back({has_kv ? "" : image->place->handle(), ""});
+  }
   wire::Command command;
   wire::Generate& message = *command.mutable_generate();
   message.set_request(order.request.value);
@@ -269,7 +198,6 @@ void FleetEngine::deliver(Live& live) {
 void FleetEngine::end(RequestId id, const absl::Status& status) {
   const auto live = live_.extract(id);
   Live& ended = *live.mapped();
-  ended.drop_all_pixels(*pixels_);
   for (const auto& [module, on] :
        {std::pair("vision_encoder", &ended.encoded_on), std::pair("llm_backbone", &ended.generated_on)}) {
     if (!on->empty()) ended.result.ran_on.emplace_back(module, places_text(*on));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 namespace parvl {
 
 class FleetEngine;
+class PixelStore;
 
 struct FleetOptions {
   FleetSettings fleet;
@@ -18,9 +20,8 @@ struct FleetOptions {
   EngineFront front;                         // of that directory
   RecordedFleet::Write record;               // null: nothing is recorded
   std::vector<EngineOptions> engines;        // of the instances of each pool
-  std::string token;                         // of this run; whoever shows it is an instance
-  int64_t pixel_bytes = int64_t{1} << 30;    // of memory in which images wait for their instances to fetch them
-  int64_t feature_bytes = int64_t{1} << 30;  // likewise encoder output, on each instance that encodes
+  std::shared_ptr<PixelStore> pixels;        // where the images of all requests lie; its token is the run's
+  int64_t feature_bytes = int64_t{1} << 30;  // of memory for encoder output, on each instance that encodes
   std::function<void(FleetEngine*)> watch;   // told of the engine before its start, of null before its end; may be null
 };
 

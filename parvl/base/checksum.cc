@@ -1,9 +1,9 @@
-#include "parvl/comm/transfer/transfer_checksum.h"
+#include "parvl/base/checksum.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "parvl/comm/transfer/transfer_xxh3.h"
+#include "parvl/base/xxh3.h"
 
 namespace parvl {
 

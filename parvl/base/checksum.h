@@ -1,5 +1,5 @@
-// The checksum of what is transferred: XXH3-64, chained over pieces that stay in a core's cache between copying and
-// hashing.
+// The checksum of what goes from one process's memory to another's: XXH3-64, chained over pieces that stay in a core's
+// cache between copying and hashing.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-#include "parvl/comm/transfer/transfer_xxh3.h"
+#include "parvl/base/xxh3.h"
 
 uint64_t parvl::xxh3_avx2(const void* data, size_t bytes, uint64_t seed) {
   return XXH3_64bits_withSeed(data, bytes, seed);
