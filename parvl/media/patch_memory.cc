@@ -35,11 +35,11 @@ class LocalMemory : public PatchMemory {
 absl::StatusOr<std::unique_ptr<PatchMemory>> LocalPatches::reserve(const ProcessedImage& outline) {
   const int64_t bytes = outline.num_values() * static_cast<int64_t>(sizeof(float));
   const int descriptor = ::memfd_create("parvl-patches", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (descriptor < 0) return absl::UnavailableError(absl::StrCat("no memory for an image: ", std::strerror(errno)));
+  if (descriptor < 0) return absl::AbortedError(absl::StrCat("no memory for an image: ", std::strerror(errno)));
   auto out = std::make_unique<LocalMemory>(descriptor);
   // Whoever writes to it must not take it away from under whoever reads.
   if (::ftruncate(descriptor, bytes) != 0 || ::fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-    return absl::UnavailableError(absl::StrCat("no memory for an image: ", std::strerror(errno)));
+    return absl::AbortedError(absl::StrCat("no memory for an image: ", std::strerror(errno)));
   }
   return out;
 }

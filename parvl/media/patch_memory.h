@@ -24,7 +24,7 @@ class PatchMemory {
 class PatchStore {
  public:
   virtual ~PatchStore() = default;
-  // For the patches of an image with this outline. Does not wait: Unavailable when others' leave no room.
+  // For the patches of an image with this outline. Does not wait: Aborted when others' leave no room.
   virtual absl::StatusOr<std::unique_ptr<PatchMemory>> reserve(const ProcessedImage& outline) = 0;
 };
 

@@ -43,7 +43,7 @@ class MediaWorkerPool : public ImageSource {
   ~MediaWorkerPool() override;
 
   // InvalidArgument too when the worker broke or took too long over this picture; Unavailable when it was killed from
-  // outside, or the store has no room.
+  // outside, Aborted when the store has no room.
   absl::StatusOr<ProcessedImage> prepare(std::string_view file, const ImageLimits& limits,
                                          const ImageProcessor& processor) override;
 

@@ -42,6 +42,7 @@ absl::Status media_error(const absl::Status& status, const std::string& name, co
   if (absl::IsResourceExhausted(status)) return api_error(413, message, "media_too_large", where);
   if (absl::IsInvalidArgument(status)) return api_error(422, message, "media_unreadable", where);
   if (absl::IsUnavailable(status)) return api_error(503, message, "media_worker_lost");
+  if (absl::IsAborted(status)) return api_error(503, message, "no_pixel_memory");
   return status;
 }
 

@@ -162,19 +162,25 @@ TEST_F(PreparePromptTest, BrokenImagesAre422AndNameTheItem) {
   EXPECT_EQ(http_status_of(prepare(with_part(picture(png(1700, 8)))).status()), 422);  // a ratio the processor refuses
 }
 
-// A source whose process was ended by others.
+// A source that cannot, for no fault of the picture's.
 class LostImages : public ImageSource {
  public:
+  explicit LostImages(absl::Status why) : why_(std::move(why)) {}
   absl::StatusOr<ProcessedImage> prepare(std::string_view, const ImageLimits&, const ImageProcessor&) override {
-    return absl::UnavailableError("it was killed");
+    return why_;
   }
+
+ private:
+  const absl::Status why_;
 };
 
-TEST_F(PreparePromptTest, ALostWorkerIsNotThePicturesFault) {
-  policy_.images = std::make_shared<LostImages>();
-  const absl::Status status = prepare(with_part(picture(png(16, 16)))).status();
-  EXPECT_EQ(http_status_of(status), 503);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("image 1 of 1"));
+TEST_F(PreparePromptTest, ALostWorkerAndALackOfMemoryAreNotThePicturesFault) {
+  for (const absl::Status& why : {absl::UnavailableError("it was killed"), absl::AbortedError("no room")}) {
+    policy_.images = std::make_shared<LostImages>(why);
+    const absl::Status status = prepare(with_part(picture(png(16, 16)))).status();
+    EXPECT_EQ(http_status_of(status), 503);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("image 1 of 1"));
+  }
 }
 
 TEST_F(PreparePromptTest, OverACapIs413AndOverTheContext400) {

@@ -59,13 +59,15 @@ absl::StatusOr<std::shared_ptr<PixelStore>> PixelStore::start(const std::string&
 }
 
 absl::StatusOr<std::unique_ptr<PatchMemory>> PixelStore::reserve(const ProcessedImage& outline) {
+  const auto no_room = [](const absl::Status& why) {
+    return absl::AbortedError(absl::StrCat(
+        "there is no room for its pixels beside those of other requests; try again (", why.message(), ")"));
+  };
   auto region = source_->reserve(layout_of(outline));
-  if (!region.ok()) {
-    return absl::UnavailableError(absl::StrCat(
-        "there is no room for its pixels beside those of other requests; try again (", region.status().message(), ")"));
-  }
-  PARVL_ASSIGN_OR_RETURN(FileDescriptor descriptor, region->open_to_write());
-  return std::make_unique<SharedMemory>(source_, *std::move(region), std::move(descriptor));
+  if (!region.ok()) return no_room(region.status());
+  auto descriptor = region->open_to_write();
+  if (!descriptor.ok()) return no_room(descriptor.status());
+  return std::make_unique<SharedMemory>(source_, *std::move(region), *std::move(descriptor));
 }
 
 absl::Status pull_pixels(TransferSink& sink, std::string_view handle, double timeout_s, ProcessedImage& image) {
