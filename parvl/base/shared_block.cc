@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -42,13 +43,13 @@ absl::StatusOr<std::byte*> map(const Opened& block, int64_t bytes, int protectio
 // Before the first page is written: a full memory would end a process that touches it instead of saying so. The system
 // gives shared memory until there is none at all, so it is asked only for what there is.
 absl::Status take_memory(const Opened& block, int64_t bytes) {
+  // Who died in the middle left what it took: it is to be had again.
+  if (::ftruncate(block.descriptor, 0) != 0) return errno_status("empty shared memory");
   if (const int64_t there = available_bytes(); there > 0 && bytes > there) {
     return absl::ResourceExhaustedError(
         absl::StrCat("cannot get ", bytes, " bytes of shared memory: ", there, " are available"));
   }
-  if (::ftruncate(block.descriptor, 0) == 0 && ::fallocate(block.descriptor, 0, 0, bytes) == 0) {
-    return absl::OkStatus();
-  }
+  if (::fallocate(block.descriptor, 0, 0, bytes) == 0) return absl::OkStatus();
   const absl::Status status = errno_status(absl::StrCat("get ", bytes, " bytes of shared memory"));
   (void)::ftruncate(block.descriptor, 0);
   return status;
@@ -110,11 +111,15 @@ absl::StatusOr<std::shared_ptr<const SharedContent>> SharedContent::open(const s
 
 SharedContent::~SharedContent() { ::munmap(const_cast<std::byte*>(data_), static_cast<size_t>(mapped_)); }
 
-int64_t shared_bytes(const std::string& path) {
-  const Opened block{::open(path.c_str(), O_RDONLY | O_CLOEXEC)};
-  struct stat found {};
-  if (block.descriptor < 0 || !is_filled(block) || ::fstat(block.descriptor, &found) != 0) return 0;
-  return found.st_size - kIdentityBytes;
+int64_t shared_bytes(absl::Span<const std::string> paths) {
+  int64_t out = 0;
+  for (const std::string& path : paths) {
+    const Opened block{::open(path.c_str(), O_RDONLY | O_CLOEXEC)};
+    struct stat found {};
+    if (block.descriptor < 0 || ::fstat(block.descriptor, &found) != 0) continue;
+    out += std::max<int64_t>(0, found.st_size - kIdentityBytes);
+  }
+  return out;
 }
 
 }  // namespace parvl

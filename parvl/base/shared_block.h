@@ -58,7 +58,8 @@ class SharedContent {
   const bool filled_here_;
 };
 
-// Bytes that the block at `path` already holds; 0 while it is not filled, or where there is none.
-int64_t shared_bytes(const std::string& path);
+// What the blocks at these paths have taken for their content, of all together: from when one is being filled, also
+// where who filled it died. 0 for a block that nobody has filled, and where there is none.
+int64_t shared_bytes(absl::Span<const std::string> paths);
 
 }  // namespace parvl

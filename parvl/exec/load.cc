@@ -117,7 +117,8 @@ MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options) {
   const auto kept = static_cast<int64_t>((1 - share) * static_cast<double>(memory.total));
   MemoryThere out;
   out.bytes = std::max<int64_t>(0, memory.free - kept);
-  if (!cuda) out.bytes += shared_bytes(options.shared_block());  // are there already, and count among the weights
+  // Of all ranks, for whom the first one plans: they are there already, and count among the weights.
+  if (!cuda) out.bytes += shared_bytes(options.shared_weights);
   if (options.memory_limit_bytes > 0) out.bytes = std::min(out.bytes, options.memory_limit_bytes);
   out.name = cuda ? absl::StrCat("of the memory of ", device_text(files.device)) : "of the CPU's memory";
   out.target = {cuda, at::get_num_threads()};

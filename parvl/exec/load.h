@@ -32,7 +32,7 @@ struct LoadedFiles {
 // All but the weights: the model's parameters have no tensors yet. Errors: exit_code(status) = 2 for a directory that
 // is missing, incomplete or unsupported, also in a module that is not held here. Exceptions of libtorch pass through.
 absl::StatusOr<LoadedFiles> read_files(const std::string& dir, const LoadOptions& options);
-// What may be used of the device's memory, before the weights are there.
+// What may be used of the device's memory, before the weights are there; of the CPU's, by all ranks together.
 MemoryThere memory_there(const LoadedFiles& files, const LoadOptions& options);
 // Before the weights: cuts the backbone over all ranks of the communicator, which all call it, and waits for them: into
 // so many stages, and each of these over world / stages ranks. InvalidArgument where it cannot be cut so; the group's

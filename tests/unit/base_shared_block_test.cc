@@ -55,7 +55,7 @@ TEST_F(SharedBlockTest, ProcessesThatComeAtOnceFillItOnce) {
   auto* const fills = static_cast<std::atomic<int>*>(
       ::mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   std::vector<pid_t> children;
-  EXPECT_EQ(shared_bytes(block_->path()), 0);
+  EXPECT_EQ(shared_bytes({block_->path()}), 0);
   for (int i = 0; i < 6; ++i) {
     children.push_back(run_apart([&] {
       const auto content = open([&](absl::Span<std::byte> memory) {
@@ -73,8 +73,35 @@ TEST_F(SharedBlockTest, ProcessesThatComeAtOnceFillItOnce) {
   }
   EXPECT_EQ(filled, 1);
   EXPECT_EQ(fills->load(), 1);
-  EXPECT_EQ(shared_bytes(block_->path()), kBytes);
+  EXPECT_EQ(shared_bytes({block_->path()}), kBytes);
   EXPECT_TRUE(is_whole(**open()));  // all of them are gone
+}
+
+// Who plans meanwhile finds that memory gone, and must find it here.
+TEST_F(SharedBlockTest, CountsWhatIsBeingFilled) {
+  ASSERT_TRUE(open([&](absl::Span<std::byte> memory) {
+                EXPECT_EQ(shared_bytes({block_->path()}), kBytes);
+                return fill(memory);
+              }).ok());
+  const auto other = *SharedBlock::create("parvl-test");
+  EXPECT_EQ(shared_bytes({block_->path(), other->path(), "/nowhere"}), kBytes);
+  ASSERT_TRUE(SharedContent::open(other->path(), 5, "others", [](auto) { return absl::OkStatus(); }).ok());
+  EXPECT_EQ(shared_bytes({block_->path(), other->path()}), kBytes + 5);
+}
+
+// Also where too much is asked for: what there is was asked after it was given back.
+TEST_F(SharedBlockTest, WhatADeadFillerTookIsThereForTheNext) {
+  const pid_t first = run_apart([&] {
+    (void)open([](absl::Span<std::byte>) {
+      ::raise(SIGKILL);
+      return absl::OkStatus();
+    });
+    return 0;
+  });
+  EXPECT_EQ(end_of(first), -SIGKILL);
+  const absl::Status refused = open(fill, "weights", int64_t{1} << 50).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(shared_bytes({block_->path()}), 0);
 }
 
 TEST_F(SharedBlockTest, WhoDiesInTheMiddleLeavesItToTheNext) {
@@ -87,7 +114,7 @@ TEST_F(SharedBlockTest, WhoDiesInTheMiddleLeavesItToTheNext) {
     return 0;
   });
   EXPECT_EQ(end_of(first), -SIGKILL);
-  EXPECT_EQ(shared_bytes(block_->path()), 0);
+  EXPECT_EQ(shared_bytes({block_->path()}), kBytes);  // taken, and had again
   const auto content = open();
   ASSERT_TRUE(content.ok()) << content.status();
   EXPECT_TRUE((*content)->filled_here());
@@ -97,7 +124,7 @@ TEST_F(SharedBlockTest, WhoDiesInTheMiddleLeavesItToTheNext) {
 TEST_F(SharedBlockTest, WhoFailsLeavesItToTheNext) {
   const auto failed = open([](absl::Span<std::byte>) { return absl::InvalidArgumentError("a bad file"); });
   EXPECT_EQ(failed.status(), absl::InvalidArgumentError("a bad file"));
-  EXPECT_EQ(shared_bytes(block_->path()), 0);
+  EXPECT_EQ(shared_bytes({block_->path()}), 0);
   EXPECT_TRUE(is_whole(**open()));
 }
 

@@ -15,6 +15,7 @@
 
 #include "parvl/base/job_thread.h"
 #include "parvl/base/memory.h"
+#include "parvl/base/shared_block.h"
 #include "parvl/elastic/instance_id.h"
 #include "parvl/serve/pools/encode_service.h"
 #include "parvl/serve/pools/generate_service.h"
@@ -225,13 +226,15 @@ class Worker {
     return std::make_unique<EncodeService>(std::move(engine), std::move(outputs), *sink_, *stream_);
   }
 
-  // Memory that its engine was promised is not there for the encoder, whether it was used already or not.
+  // Memory that its engine was promised is not there for the encoder, whether it was used already or not. What its
+  // weights lie in already is no more needed.
   int64_t room_for_encoder(const EngineOptions& options) const {
     const int64_t promised = generates_->engine().memory_bytes();
     int64_t room = std::numeric_limits<int64_t>::max();
     if (options.load.memory_limit_bytes > 0) room = options.load.memory_limit_bytes - promised;
     if (options.load.device == "cpu") {
-      room = std::min(room, available_bytes() - std::max<int64_t>(0, promised - resident_bytes()));
+      const int64_t free = available_bytes() - std::max<int64_t>(0, promised - resident_bytes());
+      room = std::min(room, free + shared_bytes(options.load.shared_weights));
     }
     return std::max<int64_t>(1, room);
   }
