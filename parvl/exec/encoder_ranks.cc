@@ -73,6 +73,7 @@ EncoderRanks::EncoderRanks(const LoadedFiles& files, const Clock& clock, OtherEn
 }
 
 EncoderRanks::~EncoderRanks() {
+  closing_ = true;
   if (others_.links != nullptr) others_.links->close();
 }
 
@@ -113,9 +114,10 @@ void EncoderRanks::encode_there(size_t link, const EncodeQueue::Item& item) {
     PARVL_ASSIGN_OR_RETURN(done.visual, ask(link, item, done.status));
     return absl::OkStatus();
   });
-  if (!status.ok())
-    done.status = others_.on_broken(
-        absl::Status(status.code(), absl::StrCat("the encoder of rank ", link + 1, ": ", status.message())));
+  if (!status.ok()) {
+    const absl::Status named(status.code(), absl::StrCat("the encoder of rank ", link + 1, ": ", status.message()));
+    done.status = closing_ ? named : others_.on_broken(named);
+  }
   if (over) over();
   done.end_s = clock_.now_seconds();
   item.on_done(std::move(done));
@@ -136,14 +138,22 @@ absl::StatusOr<at::Tensor> EncoderRanks::ask(size_t link, const EncodeQueue::Ite
     failure = absl::Status(static_cast<absl::StatusCode>(answer.code), features);
     return at::Tensor();
   }
-  const at::Tensor out =
-      at::empty({image.num_tokens(), files_.model->spec().backbone.hidden},
-                at::TensorOptions().dtype(pixel_type(*files_.model)).pinned_memory(files_.device.is_cuda()));
-  if (features.size() != out.nbytes()) return absl::InternalError("features of another size came back");
-  std::memcpy(out.data_ptr(), features.data(), features.size());
-  const at::Tensor here = out.to(files_.device);
-  synchronize(files_.device);
-  return here;
+  const int64_t tokens = image.num_tokens(), hidden = files_.model->spec().backbone.hidden;
+  const at::ScalarType type = pixel_type(*files_.model);
+  if (features.size() != static_cast<size_t>(tokens * hidden) * c10::elementSize(type)) {
+    return absl::InternalError("features of another size came back");
+  }
+  // The answer is whole, so the link goes on whatever happens here.
+  at::Tensor here;
+  failure = catch_exceptions("the features of an image could not be taken from another rank", [&] {
+    const at::Tensor host =
+        at::empty({tokens, hidden}, at::TensorOptions().dtype(type).pinned_memory(files_.device.is_cuda()));
+    std::memcpy(host.data_ptr(), features.data(), features.size());
+    here = host.to(files_.device);
+    synchronize(files_.device);
+    return absl::OkStatus();
+  });
+  return failure.ok() ? here : at::Tensor();
 }
 
 EncodedCount run_encoder_rank(EncodeQueue& queue, EncoderLinks& link) {

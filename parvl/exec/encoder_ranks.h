@@ -4,6 +4,7 @@
 
 #include <absl/types/span.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -30,7 +31,8 @@ class EncoderRanks {
  public:
   // Files, with their weights, and clock outlive this. `hooks`: of what is encoded on this rank.
   EncoderRanks(const LoadedFiles& files, const Clock& clock, OtherEncoders others, EngineHooks hooks = {});
-  ~EncoderRanks();  // closes the links
+  // Closes the links. What is encoded on another rank then ends with Unavailable; nothing is told to be broken.
+  ~EncoderRanks();
 
   // As EncodeQueue::start.
   void start(bool record) { own_.start(record); }
@@ -46,6 +48,7 @@ class EncoderRanks {
   const LoadedFiles& files_;
   const Clock& clock_;
   const OtherEncoders others_;
+  std::atomic<bool> closing_ = false;
   std::mutex mutex_;
   std::vector<int64_t> load_;  // patches of each rank that are not done yet
   EncodeQueue own_;

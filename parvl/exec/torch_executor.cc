@@ -102,7 +102,11 @@ class TorchExecutor : public ModelExecutor {
     for (const EncodeWork& work : output.encodes) {
       EncodeQueue::Item item = encoding(work);
       if (item.source == nullptr && (!files_.held.encoder || item.image->patches.empty())) {
-        item.on_done({.status = absl::UnavailableError("what it was given is lost, and it brought no image")});
+        const double now = clock_.now_seconds();  // nothing is encoded for it
+        item.on_done({.status = absl::UnavailableError("what it was given is lost, and it brought no image"),
+                      .start_s = now,
+                      .end_s = now,
+                      .fetched = true});
       } else {
         images.push_back(std::move(item));
       }

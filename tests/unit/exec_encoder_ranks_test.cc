@@ -170,6 +170,65 @@ TEST_F(EncoderRanksTest, AFailureIsItsImagesAlone) {
   });
 }
 
+// An answer that came whole, and that cannot be kept here: the next one goes there as before.
+TEST_F(EncoderRanksTest, AFailureToTakeTheFeaturesIsItsImagesAlone) {
+  const std::string dir = make_dir("qwen2_vl");
+  run_local_world(2, {}, [&](Communicator& communicator) {
+    const auto files = load_encoder(dir);
+    const auto links = *EncoderLinks::connect(communicator);
+    if (communicator.rank() > 0) {
+      EncodeQueue queue(*files, clock());
+      EXPECT_EQ(run_encoder_rank(queue, *links).images, 2);
+      return;
+    }
+    EncoderRanks ranks(*files, clock(), {links, never, {}});
+    for (const bool fails : {true, false}) {
+      files->device = fails ? at::Device(at::kCUDA, 99) : at::Device(at::kCPU);  // which no machine has
+      Asked here, there;
+      here.image = image(*files->prompts, 60, 60, 1);
+      there.image = image(*files->prompts, 28, 28, 2);
+      std::vector<EncodeQueue::Item> both;
+      both.push_back(item(here));
+      both.push_back(item(there));
+      ranks.submit(std::move(both));
+      const EncodeQueue::Done done = there.done.get();
+      EXPECT_EQ(done.status.ok(), !fails) << done.status;
+      EXPECT_EQ(here.done.get().status.ok(), !fails);
+      EXPECT_TRUE(fails || at::equal(done.visual, encode(*files, *there.image)));
+    }
+  });
+}
+
+// The links are closed at the end, whoever waits for an answer: that is no loss.
+TEST_F(EncoderRanksTest, EndingWhileAnotherRankEncodesIsNoLoss) {
+  const std::string dir = make_dir("qwen2_vl");
+  std::promise<void> asked_there;
+  run_local_world(2, {}, [&](Communicator& communicator) {
+    const auto files = load_encoder(dir);
+    const auto links = *EncoderLinks::connect(communicator);
+    if (communicator.rank() > 0) {
+      EXPECT_TRUE(links->from(0).read().ok());  // the head of an image
+      EXPECT_TRUE(links->from(0).read().ok());  // its patches
+      asked_there.set_value();
+      EXPECT_FALSE(links->from(0).read().ok());  // no answer until all ends
+      return;
+    }
+    Asked here, there;
+    {
+      EncoderRanks ranks(*files, clock(), {links, never, {}});
+      here.image = image(*files->prompts, 60, 60, 1);
+      there.image = image(*files->prompts, 28, 28, 2);
+      std::vector<EncodeQueue::Item> both;
+      both.push_back(item(here));
+      both.push_back(item(there));
+      ranks.submit(std::move(both));
+      EXPECT_TRUE(here.done.get().status.ok());
+      asked_there.get_future().wait();
+    }
+    EXPECT_EQ(there.done.get().status.code(), absl::StatusCode::kUnavailable);
+  });
+}
+
 TEST_F(EncoderRanksTest, AnEncoderThatIsGoneIsToldOnceForEachOfItsImages) {
   const std::string dir = make_dir("qwen2_vl");
   run_local_world(2, {}, [&](Communicator& communicator) {

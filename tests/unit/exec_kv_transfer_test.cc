@@ -237,6 +237,10 @@ TEST_F(KvTransferTest, WhatDoesNotComeIsComputedOrSaysSo) {
     const auto got = go_on(*decode, begun)->end.get_future().get();
     EXPECT_EQ(got.status().code(), absl::StatusCode::kUnavailable) << got.status();
   }
+  // Nothing was encoded for those.
+  EXPECT_EQ(decode->stats().encoder_busy_s, 0);
+  EXPECT_EQ(decode->stats().work[static_cast<size_t>(WorkKind::kEncode)].launched, 0);
+  EXPECT_EQ(decode->stats().fetched, 0);
   for (const Begun* begun : lost) {
     const Given given = give(*encoder, *begun->of->prompt);
     EngineRequest request;
