@@ -144,9 +144,25 @@ absl::Status check_half(const Allocation& allocation, const PoolPlan& pool) {
   return absl::OkStatus();
 }
 
+// Where answers can be computed whole, a lost decode pool would stop them all the same.
+absl::Status check_mix(const Allocation& allocation, const PlacementPlan& plan) {
+  const auto with = [&plan](PoolRole role) {
+    return std::find_if(plan.pools.begin(), plan.pools.end(),
+                        [role](const PoolPlan& pool) { return pool.role == role; });
+  };
+  const auto prefill = with(PoolRole::kPrefill), whole = with(PoolRole::kLlm);
+  if (prefill == plan.pools.end() || whole == plan.pools.end()) return absl::OkStatus();
+  const auto spec = std::find_if(allocation.pools.begin(), allocation.pools.end(),
+                                 [&](const PoolSpec& pool) { return pool.name == prefill->name; });
+  return absl::UnimplementedError(absl::StrCat(spec->where.at("role"), " is prefill, and ", whole->name,
+                                               " has the role llm: the two beside each other are not available yet; "
+                                               "let all of llm_backbone's pools have the role llm, or none"));
+}
+
 }  // namespace
 
 absl::Status check_servable(const Allocation& allocation, const PlacementPlan& plan) {
+  PARVL_RETURN_IF_ERROR(check_mix(allocation, plan));
   const std::string instead = "; --print-config shows what became of it";
   for (const PoolPlan& pool : plan.pools) {
     if (const absl::Status status = check_half(allocation, pool); !status.ok()) return status;

@@ -216,10 +216,13 @@ class Refusals(unittest.TestCase):
     def test_what_cannot_be_served_is_refused_before_weights(self):
         need_model()
         good = allocation("inside")
+        between = good[good.index("model:"):good.index("      - {pool: prefill-pool")]
         for change, says in (((", role: decode", ""), "'cluster.gpu_pools.prefill-pool.role' is prefill, and no pool has the role decode"),
                              (("prefill-pool}", "decode-pool}"), "'cluster.gpu_pools.decode-pool.role' is decode, so decode-pool sees no images"),
                              (("decode-pool, replicas: 2", "decode-pool, replicas: 2, parallel: tensor, tp_size: 2"),
-                              "'model.modules.llm_backbone.1.tp_size' (2): an instance of several devices with the role decode is not available yet")):
+                              "'model.modules.llm_backbone.1.tp_size' (2): an instance of several devices with the role decode is not available yet"),
+                             ((between, "    whole-pool: {device: gpu-40gb}\n" + between + "      - {pool: whole-pool}\n"),
+                              "'cluster.gpu_pools.prefill-pool.role' is prefill, and whole-pool has the role llm: the two beside each other are not available yet")):
             with self.subTest(says), tempfile.TemporaryDirectory() as folder:
                 path = pathlib.Path(folder) / "a.yaml"
                 path.write_text(good.replace(*change))
