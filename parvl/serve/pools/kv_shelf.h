@@ -23,7 +23,7 @@ class KvShelf {
   explicit KvShelf(std::unique_ptr<TransferSource> source) : source_(std::move(source)) {}
 
   // Waits for memory that others' lie in, so that a slow reader stops the prompts that come after, and nothing grows.
-  // Unavailable when there is none in time; Cancelled.
+  // Cancelled once nobody wants it any more, which is the only limit here: the gateway knows the request's.
   absl::StatusOr<std::shared_ptr<KvRoom>> make_room(const std::vector<TransferTensor>& layout,
                                                     const std::stop_token& stop);
   // What was written into it, which nobody writes to any more: its TransferHandle, encoded. `room`: of make_room.
