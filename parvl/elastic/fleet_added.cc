@@ -56,6 +56,7 @@ absl::Status Fleet::can_encode(double at_s) const {
 
 void Fleet::take_added(Instance& instance, const InstanceEvent& event, Actions& out) {
   if (event.epoch != instance.life.epoch() || instance.added != AddedEncoder::kAdding) return;
+  if (event.number != instance.adds) return;  // of one that was given back meanwhile
   if (event.kind == InstanceEvent::Kind::kAdded) {
     instance.added = AddedEncoder::kEncodes;
     place_parked(event.at_s, out);
@@ -97,7 +98,7 @@ void Fleet::add_encoder(double at_s, Actions& out) {
   Instance& instance = at(*chosen);
   instance.added = AddedEncoder::kAdding;
   instance.added_until_s = at_s + settings_.instance.load_s + settings_.instance.warm_s;
-  out.push_back(InstanceOrder{*chosen, {Order::kAdd, instance.life.epoch()}});
+  out.push_back(InstanceOrder{*chosen, {Order::kAdd, instance.life.epoch(), ++instance.adds}});
 }
 
 // Because a pool encodes again, or because it did not come in time: what comes after all goes back at once.

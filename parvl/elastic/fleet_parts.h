@@ -32,6 +32,7 @@ struct Fleet::Instance {
   int64_t pending_tokens = 0, pending_patches = 0;  // sent there, and not computed yet
   int64_t pending_prompts = 0;                      // of which the tokens are
   AddedEncoder added = AddedEncoder::kNone;
+  int64_t adds = 0;                // orders to take it on so far: the last one's number
   double added_until_s = kNever;   // kAdding: by when it must be done
   double unused_since_s = kNever;  // kEncodes: while it is not needed
   double not_before_s = -kNever;   // kNone: it is not asked for again

@@ -33,7 +33,7 @@ Json settings_json(const FleetSettings& s) {
           {"step", {s.step.least_s, s.step.times_p99, s.step.window, s.first_step_s}},
           {"park_s", s.park_s},
           {"add", {s.add_after_s, s.add_again_s, s.add_idle_s, s.waiting_share}},
-          {"costs", {s.costs.token_s, s.costs.patch_s, s.costs.running_s}},
+          {"costs", {s.costs.token_s, s.costs.patch_s, s.costs.running_s, s.costs.pause}},
           {"block_tokens", s.block_tokens},
           {"index_limit", s.index_limit}};
 }
@@ -57,8 +57,8 @@ FleetSettings settings_from(const Json& j) {
   s.park_s = j.at("park_s");
   const auto add = j.at("add").get<std::array<double, 4>>();
   s.add_after_s = add[0], s.add_again_s = add[1], s.add_idle_s = add[2], s.waiting_share = add[3];
-  const auto costs = j.at("costs").get<std::array<double, 3>>();
-  s.costs = {costs[0], costs[1], costs[2]};
+  const auto costs = j.at("costs").get<std::array<double, 4>>();
+  s.costs = {costs[0], costs[1], costs[2], costs[3]};
   s.block_tokens = j.at("block_tokens");
   s.index_limit = j.at("index_limit").get<size_t>();
   if (s.step.window < 1 || s.step.window > (1 << 20) || s.index_limit < 1 || s.block_tokens < 1 ||
@@ -69,7 +69,7 @@ FleetSettings settings_from(const Json& j) {
 }
 
 Json event_json(const InstanceEvent& e) {
-  Json out = {static_cast<int>(e.kind), e.at_s, e.epoch, e.step_s, static_cast<int>(e.lane)};
+  Json out = {static_cast<int>(e.kind), e.at_s, e.epoch, e.step_s, static_cast<int>(e.lane), e.number};
   if (!e.reason.empty()) out.push_back(e.reason);
   return out;
 }
@@ -88,7 +88,8 @@ InstanceEvent instance_event_from(const Json& j) {
           j.at(2),
           j.at(3),
           lane_from(j.at(4)),
-          j.size() > 5 ? j.at(5).get<std::string>() : ""};
+          j.at(5),
+          j.size() > 6 ? j.at(6).get<std::string>() : ""};
 }
 
 Json step_json(const FleetStep& step) { return {static_cast<int>(step.lane), step.size, step.seconds}; }
@@ -151,7 +152,8 @@ Json decision_json(const Fleet::Actions& actions) {
   Json list = Json::array();
   for (const FleetAction& action : actions) {
     if (const auto* order = std::get_if<InstanceOrder>(&action)) {
-      list.push_back({"instance", order->instance.value, static_cast<int>(order->action.kind), order->action.epoch});
+      list.push_back({"instance", order->instance.value, static_cast<int>(order->action.kind), order->action.epoch,
+                      order->action.number});
       continue;
     }
     const auto& order = std::get<RequestOrder>(action);

@@ -11,7 +11,7 @@
 
 namespace parvl {
 
-inline constexpr int kFleetRecordFormat = 3;
+inline constexpr int kFleetRecordFormat = 4;
 
 class RecordedFleet {
  public:

@@ -52,6 +52,7 @@ struct InstanceEvent {
   int64_t epoch = 0;  // of who speaks; kDrain and kTick have none
   double step_s = 0;
   StepLane lane = StepLane::kBackbone;
+  int64_t number = 0;  // kAdded and kAddRefused: of the kAdd that it answers
   std::string reason = {};
 };
 
@@ -71,6 +72,7 @@ struct InstanceAction {
   };
   Kind kind = Kind::kStart;
   int64_t epoch = 0;
+  int64_t number = 0;  // kAdd: which one, from 1
   friend bool operator==(const InstanceAction&, const InstanceAction&) = default;
 };
 

@@ -28,7 +28,7 @@ std::string random_record(uint64_t seed) {
     const parvl::InstanceId id{static_cast<int64_t>(rng.below(3))};
     const int64_t epoch = fleet.fleet().instances()[static_cast<size_t>(id.value)].epoch;
     const auto say = [&](Said kind) {
-      const parvl::InstanceEvent event = {.kind = kind, .at_s = now, .epoch = epoch, .reason = "why"};
+      const parvl::InstanceEvent event = {.kind = kind, .at_s = now, .epoch = epoch, .number = 1, .reason = "why"};
       kind == Said::kLoaded ? fleet.loaded(id, event, {2, 100}) : fleet.instance(id, event);
     };
     switch (rng.below(7)) {

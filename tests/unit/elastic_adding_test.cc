@@ -122,6 +122,33 @@ TEST_F(AddingFleet, OneThatDoesNotTakeItOnInTimeIsNotWaitedFor) {
   EXPECT_EQ(fleet().instances()[2].added, AddedEncoder::kNone) << "late";
 }
 
+TEST_F(AddingFleet, AnAnswerToAnOrderThatWasGivenBackIsNotTakenForTheNextOnes) {
+  for (const Said late : {Said::kAdded, Said::kAddRefused}) {
+    World world(settings());
+    world.open_all();
+    world.take(world.fleet.instance(InstanceId{3}, {.kind = Said::kDrain, .at_s = world.now}));  // nobody else
+    for (const int64_t id : {0, 1}) world.die(InstanceId{id});
+    const auto added = [&] { return world.fleet.fleet().instances()[2].added; };
+    const auto add = [&](int64_t request) {
+      world.arrive(request, 1, 2);
+      world.pass(6);
+      ASSERT_EQ(added(), AddedEncoder::kAdding);
+    };
+    add(1);
+    const int64_t first = world.processes[2].adds;
+    world.pass(settings().instance.load_s + settings().instance.warm_s + settings().add_again_s);
+    add(2);
+    world.take(world.fleet.instance(
+        InstanceId{2}, {.kind = late, .at_s = world.now, .epoch = world.processes[2].epoch, .number = first}));
+    EXPECT_EQ(added(), AddedEncoder::kAdding) << "it is not there: it was given back";
+    EXPECT_TRUE(world.processes[2].encodings.empty());
+    world.say(InstanceId{2}, Said::kAdded);
+    EXPECT_EQ(added(), AddedEncoder::kEncodes);
+    EXPECT_EQ(world.processes[2].encodings.size(), 1u);
+    EXPECT_EQ(replay_fleet(world.record)->differing_line, 0);
+  }
+}
+
 TEST_F(AddingFleet, WhoWaitsForAnEncoderLeavesTurnsToOthers) {
   kill_encoders();
   for (int64_t id = 1; id <= 4; ++id) world_.arrive(id, 2, 1);  // half of what two times four compute at once

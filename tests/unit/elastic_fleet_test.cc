@@ -313,20 +313,20 @@ TEST(FleetRecord, TheSameEventsGiveTheSameDecisionsAndOthersAreNamed) {
 
   const size_t cut = world.record.find('\n', world.record.size() / 2);
   EXPECT_TRUE(replay_fleet(world.record.substr(0, cut - 3))->cut);
-  for (const char* text : {"", "{}\n", "[]\n", "{\"fleet_record\": 2}\n",
-                           "{\"fleet_record\":3,\"pools\":[[\"a\",-1,true,true,false,false]]}\n"}) {
+  for (const char* text : {"", "{}\n", "[]\n", "{\"fleet_record\": 3}\n",
+                           "{\"fleet_record\":4,\"pools\":[[\"a\",-1,true,true,false,false]]}\n"}) {
     EXPECT_FALSE(replay_fleet(text).ok()) << text;
   }
   const std::string settings = world.record.substr(0, world.record.find('\n') + 1);
   for (const char* line : {"{\"event\":\"tick\",\"at\":0}", "{\"event\":\"start\"}", "{\"event\":3}", "7",
-                           "{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0,0]}"}) {
+                           "{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0,0,0]}"}) {
     EXPECT_FALSE(replay_fleet(settings + line + "\n").ok()) << line;
   }
   const size_t second = world.record.find('\n', settings.size()) + 1;
   const std::string begun = world.record.substr(0, world.record.find('\n', second) + 1);
   for (const char* line :
-       {"{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0,0]}",
-        "{\"event\":\"instance\",\"id\":0,\"what\":[77,0,1,0,0]}",
+       {"{\"event\":\"instance\",\"id\":9,\"what\":[0,0,1,0,0,0]}",
+        "{\"event\":\"instance\",\"id\":0,\"what\":[77,0,1,0,0,0]}",
         "{\"event\":\"request\",\"id\":0,\"at\":0,\"what\":[0,0,0,0,0,0]}",
         "{\"event\":\"arrive\",\"id\":5,\"at\":0,\"shape\":[1,1,8,5],\"needs\":[1,1],\"chain\":[],\"patches\":[],"
         "\"item_key\":[]}",
@@ -335,6 +335,22 @@ TEST(FleetRecord, TheSameEventsGiveTheSameDecisionsAndOthersAreNamed) {
     EXPECT_FALSE(refused.ok()) << line;
     EXPECT_THAT(refused.status().message(), ::testing::HasSubstr("line 4")) << line;
   }
+}
+
+TEST(FleetRecord, ChoosesByTheCostsThatTheFleetHad) {
+  FleetSettings settings = two_pools();
+  settings.block_tokens = 1;
+  settings.costs.pause = 0;
+  World world(settings);
+  world.open_all();
+  world.arrive(1, 0, 9);
+  world.work(InstanceId{2});  // it decodes
+  world.arrive(2, 0, 9);
+  world.arrive(3, 0, 9);
+  EXPECT_EQ(world.processes[2].generations.size(), 2u) << "with the usual costs the last one would spare its answer";
+  const auto report = replay_fleet(world.record);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->differing_line, 0) << report->recorded << report->replayed;
 }
 
 TEST(PrefixIndex, ForgetsTheLeastRecentlyUsedAndTheEndsOfChainsFirst) {

@@ -180,7 +180,7 @@ RC_GTEST_PROP(InstanceProperty, KeepsItsPromises, ()) {
   std::set<int64_t> fenced;
   int64_t running = 1;  // the epoch of the process
   const auto check = [&](const std::vector<InstanceAction>& actions) {
-    for (const auto& [kind, epoch] : actions) {
+    for (const auto& [kind, epoch, number] : actions) {
       RC_ASSERT(epoch == instance.epoch());
       if (kind == Do::kStart) {
         RC_ASSERT(epoch == running || fenced.contains(running));

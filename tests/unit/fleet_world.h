@@ -46,6 +46,7 @@ class World {
   struct Process {
     int64_t epoch = 0;
     bool alive = false, added = false;
+    int64_t adds = 0;                                        // the number of the last order to take the encoder on
     std::map<std::pair<int64_t, int>, int64_t> generations;  // request and attempt → next token
     std::set<std::tuple<int64_t, size_t, int>> encodings, held;
     std::set<std::pair<int64_t, int>> kv;  // of attempts that were handed over
@@ -71,7 +72,8 @@ class World {
     Process& process = processes[id.value];
     if (!process.alive) return;
     if (kind == Said::kAdded) process.added = true;
-    const InstanceEvent event = {.kind = kind, .at_s = now, .epoch = process.epoch};
+    InstanceEvent event = {.kind = kind, .at_s = now, .epoch = process.epoch};
+    if (kind == Said::kAdded || kind == Said::kAddRefused) event.number = process.adds;
     take(kind == Said::kLoaded ? fleet.loaded(id, event, {4, 1000}) : fleet.instance(id, event));
   }
   void open(InstanceId id) {
@@ -127,6 +129,8 @@ class World {
     } else if (order.action.kind == Order::kGiveBack) {
       EXPECT_TRUE(process.encodings.empty() && process.held.empty()) << "it is used";
       process.added = false;
+    } else if (order.action.kind == Order::kAdd) {
+      process.adds = order.action.number;
     }
     process.orders.push_back(order.action.kind);
   }

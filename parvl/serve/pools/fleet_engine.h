@@ -96,7 +96,7 @@ class FleetEngine : public Engine {
   Link& link(InstanceId id);
   void end(RequestId id, const absl::Status& status);
   void send(InstanceId id, wire::Command command);
-  void assign(InstanceId id, const EngineOptions& engine, bool encodes_alone);
+  void assign(InstanceId id, const EngineOptions& engine, int64_t adds);
   void fence(InstanceId id, int64_t epoch);
   std::string name_of(InstanceId id) const;
 

@@ -121,8 +121,9 @@ void FleetEngine::take_said(InstanceId id, int64_t epoch, const wire::Said& said
       event.reason = said.refused().message();
       break;
     case wire::Said::kAdded: {
-      const absl::Status status = read_failure(said.added());
+      const absl::Status status = read_failure(said.added().failure());
       event.kind = status.ok() ? Kind::kAdded : Kind::kAddRefused;
+      event.number = said.added().number();
       event.reason = std::string(status.message());
       log_added(name_of(id), status);
       break;
@@ -150,14 +151,14 @@ void FleetEngine::lost_stream(StreamId stream) {
   if (link.stream == stream) link.stream.reset();
 }
 
-// Of a pool's own modules, or of more beside them, which are the encoder.
-void FleetEngine::assign(InstanceId id, const EngineOptions& engine, bool encodes_alone) {
+// Of a pool's own modules; or, with the number of that order, of the encoder beside them.
+void FleetEngine::assign(InstanceId id, const EngineOptions& engine, int64_t adds) {
   const FleetPool& pool = options_.fleet.pools[fleet_.fleet().instance(id).pool];
   wire::Command command;
   wire::Assign& message = *command.mutable_assign();
   message.set_model_dir(options_.model_dir);
-  message.set_encodes_alone(encodes_alone);
-  message.set_adds(encodes_alone && pool.generates);
+  message.set_encodes_alone(adds != 0 || (!pool.generates && !pool.takes_over));
+  message.set_adds(adds);
   message.set_transfer_bytes(options_.feature_bytes);
   message.set_hands_over(pool.hands_over);
   write_options(engine, message);
@@ -182,7 +183,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       return;
     case Kind::kAssign:
       log_info(name, " (process ", link.pids.front(), ") takes on its modules");
-      return assign(order.instance, options_.engines[pool_index], !pool.generates && !pool.takes_over);
+      return assign(order.instance, options_.engines[pool_index], 0);
     case Kind::kAdd: {
       log_info(name, " takes on the vision encoder beside its modules, since no instance of ",
                options_.fleet.pools[*encoders_].name, " is ready");
@@ -191,7 +192,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       if (own.device != options.load.device) options.load.shared_weights.clear();
       options.load.device = own.device;
       options.load.memory_limit_bytes = own.memory_limit_bytes;
-      return assign(order.instance, options, true);
+      return assign(order.instance, options, order.action.number);
     }
     case Kind::kGiveBack:
       log_info(name, " gives the vision encoder back");

@@ -33,6 +33,12 @@ class Worker {
  public:
   Worker(const WorkerOptions& options, const WorkerLoaders& loaders, const Clock& clock)
       : options_(options), loaders_(loaders), clock_(clock) {}
+  // The threads of both services look at both: the encoder goes while the other is there, and leaves nothing to look
+  // at.
+  ~Worker() {
+    adding_.reset();
+    give_back();
+  }
 
   absl::Status run() {
     TransferSinkOptions sink;
@@ -68,12 +74,12 @@ class Worker {
 
  private:
   absl::Status obey(const wire::Command& command) {
-    if (command.has_assign() && command.assign().adds()) {
-      adding_.submit([this, assign = command.assign()] { tell_added(add_encoder(assign)); });
+    if (command.has_assign() && command.assign().adds() != 0) {
+      adding_->submit([this, assign = command.assign()] { tell_added(assign.adds(), add_encoder(assign)); });
       return absl::OkStatus();
     }
     if (command.give_back()) {
-      adding_.submit([this] { give_back(); });
+      adding_->submit([this] { give_back(); });
       return absl::OkStatus();
     }
     if (command.has_assign()) return or_refuse(take_on(command.assign()));
@@ -259,9 +265,10 @@ class Worker {
     return absl::OkStatus();
   }
 
-  void tell_added(const absl::Status& status) {
+  void tell_added(int64_t number, const absl::Status& status) {
     wire::Said said;
-    write_failure(status, *said.mutable_added());
+    said.mutable_added()->set_number(number);
+    write_failure(status, *said.mutable_added()->mutable_failure());
     say(std::move(said));
   }
 
@@ -337,12 +344,13 @@ class Worker {
   std::string model_dir_;
   std::unique_ptr<TransferSink> sink_;
   std::unique_ptr<StreamClient> stream_;
-  std::unique_ptr<GenerateService> generates_;
   std::mutex encoder_mutex_;
   std::unique_ptr<EncodeService> encodes_;
   EncodeStats given_back_;
-  int64_t added_ = 0;  // encoders so far, beside the engine
-  JobThread adding_;   // what takes seconds, while the engine goes on; last: it uses all of the above
+  int64_t added_ = 0;                           // encoders so far, beside the engine
+  std::unique_ptr<GenerateService> generates_;  // after what its engine's thread looks at
+  // What takes seconds, while the engine goes on; last: it uses all of the above.
+  std::optional<JobThread> adding_{std::in_place};
 };
 
 }  // namespace
