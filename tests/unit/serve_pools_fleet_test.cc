@@ -211,7 +211,7 @@ TEST_F(FleetEngineTest, WithoutAnEncoderAndWithoutRoomForOneNewImagesAreRefusedA
   EXPECT_EQ(text->tokens, want(50, 9));
   ASSERT_TRUE(image->over()) << "by its limit";
   EXPECT_TRUE(absl::IsUnavailable((*image->end).status())) << (*image->end).status();
-  EXPECT_EQ(engine_->parked(true), 0);
+  EXPECT_TRUE(wait_for([&](const auto&) { return engine_->parked(true) == 0; }));
   for (const size_t id : {1, 2}) {
     EXPECT_EQ(script_->encoders[id], 1) << "each was asked once";
     EXPECT_EQ(engine_->instances()[id].failures, 0);
