@@ -73,9 +73,9 @@ class Pools(Server):
     def ready_in(self, pool):
         return self.status()["pools"][pool]["ready"]
 
-    def descriptors(self):
-        """Of the gateway: how many of shared memory, and of all else."""
-        folder, memory, others = f"/proc/{self.process.pid}/fd", 0, 0
+    def descriptors(self, pid=None):
+        """Of the gateway, or of another process: how many of shared memory, and of all else."""
+        folder, memory, others = f"/proc/{pid or self.process.pid}/fd", 0, 0
         for name in os.listdir(folder):
             try:
                 shared = os.readlink(f"{folder}/{name}").startswith("/memfd:")

@@ -209,6 +209,14 @@ class Roles(unittest.TestCase):
         # Shared memory is kept for the next images: as much as was in use at once.
         server.wait_for(lambda: server.descriptors()[1] <= before[1] + 4)
         self.assertLess(server.descriptors()[0], 64)
+        self.check_keys_and_values_are_let_go(server)
+
+    def check_keys_and_values_are_let_go(self, server):
+        """Whoever computes prompts keeps as much of that memory as was in use at once, not what each answer left."""
+        for name in 12 * [*self.asked]:
+            self.assert_same(Answer(server, self.asked[name], **LONG).read_all(), self.want[name, "sampled"])
+        (prefill,) = self.pids(server, "prefill-pool").values()
+        self.assertLess(server.descriptors(prefill)[0], 24)
 
 
 class Refusals(unittest.TestCase):
