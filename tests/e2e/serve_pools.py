@@ -226,13 +226,23 @@ class SeparatePools(unittest.TestCase):
         killed = decoders = 0
         while any(thread.is_alive() for thread in clients) and killed < 12:
             decoder = killed % 3 == 2
-            target = rng.choice(decoder and server.decoders() or list(server.instances().values()))[1]
+            # One of a pool that has another, and the next one only when the pool knows: what nobody is left for may be refused.
+            targets = server.decoders() if decoder else [one for one in server.instances().values() if server.ready_in(one[0]) > 1]
+            if not targets:
+                clients[0].join(0.5)
+                continue
+            pool, target = rng.choice(targets)
+            failed = lambda: "".join(server.errors).count(f" of {pool} failed (")
+            before_it = failed()
             try:
                 os.kill(target, signal.SIGKILL if decoder else rng.choice([signal.SIGKILL, signal.SIGSTOP]))
                 killed, decoders = killed + 1, decoders + decoder
+                if not decoder:
+                    server.wait_for(lambda: failed() > before_it)
             except ProcessLookupError:
-                pass
+                pass  # it waits to be started again
             clients[0].join(0.5)
+        server.wait_for(lambda: server.ready_in("llm-pool") > 1)
         with KilledForGood(server, "encoder-pool"):
             encoders_gone.set()
             for thread in clients:
