@@ -184,6 +184,29 @@ class SeparatePools(unittest.TestCase):
         self.assert_same(Answer(self.server, self.picture, **LONG).read_all(), self.want["sampled"])
         self.server.wait_all_ready()
 
+    def kill_some(self, rng, clients):
+        """Of what computes for the clients, twelve processes one after the other: one of a pool that has another, and the next when
+        that is known, since what nobody is left for may be refused."""
+        server, killed = self.server, 0
+        while any(thread.is_alive() for thread in clients) and killed < 12:
+            decoder = killed % 3 == 2
+            targets = server.decoders() if decoder else [one for one in server.instances().values() if server.ready_in(one[0]) > 1]
+            if not targets:
+                clients[0].join(0.5)
+                continue
+            pool, target = rng.choice(targets)
+            failed = lambda: "".join(server.errors).count(f" of {pool} failed (")
+            before = failed()
+            try:
+                os.kill(target, signal.SIGKILL if decoder else rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+                killed += 1
+                if not decoder:
+                    server.wait_for(lambda: failed() > before)
+            except ProcessLookupError:
+                pass  # it waits to be started again
+            clients[0].join(0.5)
+        return killed
+
     def test_nothing_is_left_of_many_requests_among_kills(self):
         server, rng = self.server, random.Random(7)
         pictures = [data_uri(png(color=(i, 40, 90))) for i in range(12)]
@@ -223,25 +246,7 @@ class SeparatePools(unittest.TestCase):
         clients = [threading.Thread(target=client) for _ in range(8)]
         for thread in clients:
             thread.start()
-        killed = decoders = 0
-        while any(thread.is_alive() for thread in clients) and killed < 12:
-            decoder = killed % 3 == 2
-            # One of a pool that has another, and the next one only when the pool knows: what nobody is left for may be refused.
-            targets = server.decoders() if decoder else [one for one in server.instances().values() if server.ready_in(one[0]) > 1]
-            if not targets:
-                clients[0].join(0.5)
-                continue
-            pool, target = rng.choice(targets)
-            failed = lambda: "".join(server.errors).count(f" of {pool} failed (")
-            before_it = failed()
-            try:
-                os.kill(target, signal.SIGKILL if decoder else rng.choice([signal.SIGKILL, signal.SIGSTOP]))
-                killed, decoders = killed + 1, decoders + decoder
-                if not decoder:
-                    server.wait_for(lambda: failed() > before_it)
-            except ProcessLookupError:
-                pass  # it waits to be started again
-            clients[0].join(0.5)
+        killed = self.kill_some(rng, clients)
         server.wait_for(lambda: server.ready_in("llm-pool") > 1)
         with KilledForGood(server, "encoder-pool"):
             encoders_gone.set()
