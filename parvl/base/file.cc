@@ -9,6 +9,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "parvl/base/file_descriptor.h"
+
 namespace parvl {
 namespace {
 
@@ -30,19 +32,12 @@ std::string hex(const unsigned char* bytes, size_t count) {
   return out;
 }
 
-struct Descriptor {
-  int fd;
-  ~Descriptor() {
-    if (fd >= 0) ::close(fd);
-  }
-};
-
 // Opens a plain file and says its size.
-absl::StatusOr<size_t> open_plain(const std::string& path, Descriptor& out) {
-  out.fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (out.fd < 0) return errno_status("open", path, errno);
+absl::StatusOr<size_t> open_plain(const std::string& path, FileDescriptor& out) {
+  out = FileDescriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!out) return errno_status("open", path, errno);
   struct stat info;
-  if (::fstat(out.fd, &info) != 0) return errno_status("read", path, errno);
+  if (::fstat(out.get(), &info) != 0) return errno_status("read", path, errno);
   if (!S_ISREG(info.st_mode)) return invalid(path, " is not a plain file");
   return static_cast<size_t>(info.st_size);
 }
@@ -50,13 +45,13 @@ absl::StatusOr<size_t> open_plain(const std::string& path, Descriptor& out) {
 }  // namespace
 
 absl::StatusOr<std::string> read_file(const std::string& path, size_t max_bytes) {
-  Descriptor file{-1};
+  FileDescriptor file;
   PARVL_ASSIGN_OR_RETURN(const size_t size, open_plain(path, file));
   if (size > max_bytes) return invalid(path, " has ", size, " bytes, over the limit of ", max_bytes);
   std::string content(size, '\0');
   size_t done = 0;
   while (done < size) {
-    const ssize_t n = ::read(file.fd, content.data() + done, size - done);
+    const ssize_t n = ::read(file.get(), content.data() + done, size - done);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno_status("read", path, errno);
     if (n == 0) return failed(path, " became shorter while it was read");
@@ -117,17 +112,17 @@ absl::Status write_file_atomically(const std::string& path, std::string_view con
 }
 
 absl::Status sync_directory(const std::string& path) {
-  Descriptor directory{::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)};
-  if (directory.fd < 0) return errno_status("open", path, errno);
-  if (::fsync(directory.fd) != 0) return errno_status("sync", path, errno);
+  const FileDescriptor directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!directory) return errno_status("open", path, errno);
+  if (::fsync(directory.get()) != 0) return errno_status("sync", path, errno);
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<MappedFile>> MappedFile::open(const std::string& path) {
-  Descriptor file{-1};
+  FileDescriptor file;
   PARVL_ASSIGN_OR_RETURN(const size_t size, open_plain(path, file));
   if (size == 0) return invalid(path, " is empty");
-  void* data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file.fd, 0);
+  void* data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file.get(), 0);
   if (data == MAP_FAILED) return errno_status("map", path, errno);
   return std::shared_ptr<MappedFile>(new MappedFile(static_cast<const char*>(data), size));
 }
@@ -152,13 +147,13 @@ std::string sha256_hex(std::string_view bytes) {
 }
 
 absl::StatusOr<std::string> sha256_file(const std::string& path) {
-  Descriptor file{-1};
+  FileDescriptor file;
   PARVL_RETURN_IF_ERROR(open_plain(path, file).status());
   std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> hash(EVP_MD_CTX_new(), EVP_MD_CTX_free);
   EVP_DigestInit_ex(hash.get(), EVP_sha256(), nullptr);
   std::string piece(size_t{1} << 20, '\0');
   for (;;) {
-    const ssize_t n = ::read(file.fd, piece.data(), piece.size());
+    const ssize_t n = ::read(file.get(), piece.data(), piece.size());
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno_status("read", path, errno);
     if (n == 0) break;

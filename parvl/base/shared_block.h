@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 
+#include "parvl/base/file_descriptor.h"
 #include "parvl/base/status.h"
 
 namespace parvl {
@@ -20,15 +21,12 @@ class SharedBlock {
  public:
   // `label` shows in /proc. ResourceExhausted: no descriptors.
   static absl::StatusOr<std::unique_ptr<SharedBlock>> create(const std::string& label);
-  ~SharedBlock();
-  SharedBlock(const SharedBlock&) = delete;
-  SharedBlock& operator=(const SharedBlock&) = delete;
   // By which processes of the same user and machine reach it while this one lives.
   const std::string& path() const { return path_; }
 
  private:
-  SharedBlock(int descriptor, std::string path) : descriptor_(descriptor), path_(std::move(path)) {}
-  const int descriptor_;
+  SharedBlock(FileDescriptor memory, std::string path) : memory_(std::move(memory)), path_(std::move(path)) {}
+  const FileDescriptor memory_;
   const std::string path_;
 };
 

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "parvl/base/file_descriptor.h"
 #include "parvl/base/text.h"
 #include "parvl/serve/api_error.h"
 
@@ -54,13 +55,6 @@ absl::StatusOr<std::string> load_data_uri(std::string_view rest, const MediaPoli
   return bytes;
 }
 
-struct Descriptor {
-  int fd = -1;
-  ~Descriptor() {
-    if (fd >= 0) ::close(fd);
-  }
-};
-
 bool is_under(const std::string& path, const std::string& folder) {
   return path.starts_with(folder == "/" ? folder : folder + "/");
 }
@@ -99,15 +93,15 @@ absl::StatusOr<std::string> load_local_file(std::string_view rest, const MediaPo
   std::error_code error;
   const std::string resolved = std::filesystem::weakly_canonical(path, error).string();
   if (error || !is_under(resolved, policy.local_path)) return outside;
-  Descriptor file{::open(resolved.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW)};
-  if (file.fd < 0) return api_error(422, absl::StrCat(name, " cannot be opened: ", std::strerror(errno)), kUnreadable);
-  if (!is_under(descriptor_path(file.fd), policy.local_path)) return outside;
+  const FileDescriptor file(::open(resolved.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW));
+  if (!file) return api_error(422, absl::StrCat(name, " cannot be opened: ", std::strerror(errno)), kUnreadable);
+  if (!is_under(descriptor_path(file.get()), policy.local_path)) return outside;
   struct stat info;
-  if (::fstat(file.fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+  if (::fstat(file.get(), &info) != 0 || !S_ISREG(info.st_mode)) {
     return api_error(422, name + " is not a plain file", kUnreadable);
   }
   if (static_cast<size_t>(info.st_size) > policy.image.max_bytes) return too_large(name, policy.image.max_bytes);
-  return read_bounded(file.fd, static_cast<size_t>(info.st_size), name);
+  return read_bounded(file.get(), static_cast<size_t>(info.st_size), name);
 }
 
 }  // namespace

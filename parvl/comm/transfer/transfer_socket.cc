@@ -101,10 +101,6 @@ absl::Status nobody(const std::string& name, int error) {
 
 }  // namespace
 
-FileDescriptor::~FileDescriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
 std::string host_identity() {
   const auto boot = read_file("/proc/sys/kernel/random/boot_id", 100);
   char network[100] = {};

@@ -5,28 +5,12 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "parvl/base/clock.h"
+#include "parvl/base/file_descriptor.h"
 #include "parvl/base/status.h"
 
 namespace parvl {
-
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-  ~FileDescriptor();
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-
- private:
-  int fd_;
-};
 
 // Two processes of one identity reach each other's abstract sockets: the machine's boot and the network namespace.
 std::string host_identity();
