@@ -6,12 +6,14 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import tempfile
 import threading
 import time
+import unittest
 import urllib.request
 
-from serve_common import Server
+from serve_common import PARVL, Server
 
 POOLS = """
 cluster:
@@ -35,6 +37,33 @@ model:
 """
 # Long answers of a model that would say one word: every token is sampled.
 LONG = {"max_tokens": 48, "ignore_eos": True, "temperature": 1, "seed": 11, "logprobs": True, "top_logprobs": 2}
+COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}, "n": {"type": "integer", "minimum": 100000}}, "required": ["color", "n"]}
+# What a request that is moved must keep up: seeds and log-probabilities, stop strings across the border, a grammar.
+KINDS = {"sampled": LONG,
+         "stopped": {**LONG, "stop": ["circlecircle", "triangleteal", "zzz"], "presence_penalty": 0.3, "frequency_penalty": 0.2},
+         "schema": {"max_tokens": 160, "temperature": 1, "seed": 5, "logprobs": True, "ignore_eos": True,
+                    "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "array", "items": COLOR, "minItems": 30}}}}}
+
+
+def check_replay(record, decisions):
+    """The same events give the same decisions again, of which there were more than so many."""
+    replay = subprocess.run([PARVL, "replay", "--json", str(record)], capture_output=True, text=True, timeout=120)
+    assert replay.returncode == 0, replay.stderr
+    report = json.loads(replay.stdout)
+    assert report["equal"] and report["decisions"] > decisions, report
+
+
+class Compared(unittest.TestCase):
+    """Tests that compare answers to those of one process."""
+
+    def assert_same(self, got, want):
+        self.assertEqual((got.error, got.done), (None, True))
+        self.assertEqual((got.text, got.finish), (want.text, want.finish))
+        self.assertEqual([token for token, _ in got.tokens], [token for token, _ in want.tokens])
+        for (_, a), (_, b) in zip(got.tokens, want.tokens):
+            self.assertAlmostEqual(a, b, delta=1e-4)
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            self.assertEqual(got.usage[count], want.usage[count])
 
 
 class Pools(Server):

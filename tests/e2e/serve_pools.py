@@ -1,27 +1,18 @@
 """Instances in processes of their own: what they answer, and what becomes of requests when one dies, stops or hangs."""
 # slow
 import ctypes
-import json
 import os
 import pathlib
 import random
 import re
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 import unittest
 
-from pools_common import LONG, POOLS, REPLICAS, SMALL, Answer, KilledForGood, Pools, Refused, Waiting
-from serve_common import PARVL, Server, ask, data_uri, need_model, png
-
-COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}, "n": {"type": "integer", "minimum": 100000}}, "required": ["color", "n"]}
-# What a request that is moved must keep up: seeds and log-probabilities, stop strings across the border, a grammar.
-KINDS = {"sampled": LONG,
-         "stopped": {**LONG, "stop": ["circlecircle", "triangleteal", "zzz"], "presence_penalty": 0.3, "frequency_penalty": 0.2},
-         "schema": {"max_tokens": 160, "temperature": 1, "seed": 5, "logprobs": True, "ignore_eos": True,
-                    "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "array", "items": COLOR, "minItems": 30}}}}}
+from pools_common import KINDS, LONG, POOLS, REPLICAS, SMALL, Answer, Compared, KilledForGood, Pools, Refused, Waiting, check_replay
+from serve_common import Server, ask, data_uri, need_model, png
 
 
 def hang_busiest_thread(pid):
@@ -36,7 +27,7 @@ def hang_busiest_thread(pid):
     return thread if ptrace(seize, thread, None, None) == 0 and ptrace(interrupt, thread, None, None) == 0 else None
 
 
-class SeparatePools(unittest.TestCase):
+class SeparatePools(Compared):
     """Two encode instances and three that generate."""
 
     @classmethod
@@ -58,19 +49,7 @@ class SeparatePools(unittest.TestCase):
     @classmethod
     def check_record(cls):
         """Whatever these tests did to it: the same events give the same decisions again."""
-        replay = subprocess.run([PARVL, "replay", "--json", str(cls.record)], capture_output=True, text=True, timeout=120)
-        assert replay.returncode == 0, replay.stderr
-        report = json.loads(replay.stdout)
-        assert report["equal"] and report["decisions"] > 50, report
-
-    def assert_same(self, got, want):
-        self.assertEqual((got.error, got.done), (None, True))
-        self.assertEqual((got.text, got.finish), (want.text, want.finish))
-        self.assertEqual([token for token, _ in got.tokens], [token for token, _ in want.tokens])
-        for (_, a), (_, b) in zip(got.tokens, want.tokens):
-            self.assertAlmostEqual(a, b, delta=1e-4)
-        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            self.assertEqual(got.usage[count], want.usage[count])
+        check_replay(cls.record, 50)
 
     def test_answers_are_those_of_one_process(self):
         for name, want in self.want.items():

@@ -9,7 +9,7 @@ import tempfile
 import time
 import unittest
 
-from pools_common import LONG, Answer, Pools, Waiting
+from pools_common import LONG, SMALL, Answer, Compared, Pools, Waiting
 from serve_common import MODEL, PARVL, Server, ask, data_uri, need_model, png
 
 TWO_INSTANCES = """
@@ -32,7 +32,6 @@ model:
     vision_encoder: {pool: encoder-pool}
     llm_backbone:   {pool: llm-pool, parallel: tensor, tp_size: 2}
 """
-SMALL = ("--kv-cache-memory-bytes", "67108864", "--encoder-cache-bytes", "16777216")
 
 
 def ranks_of(pid):
@@ -60,7 +59,7 @@ def wait_until(condition, seconds=30):
     return condition()
 
 
-class Ranks(unittest.TestCase):
+class Ranks(Compared):
     @classmethod
     def setUpClass(cls):
         need_model()
@@ -70,13 +69,6 @@ class Ranks(unittest.TestCase):
         cls.asked = {"picture": ask("what is in the picture?", data_uri(png())), "pictures": ask("what is in them?", *pictures), "text": ask("what is it?")}
         with Server("--dtype", "float32", *SMALL) as one:
             cls.want = {name: Answer(one, messages, **LONG).read_all() for name, messages in cls.asked.items()}
-
-    def assert_same(self, got, want):
-        self.assertEqual((got.error, got.done), (None, True))
-        self.assertEqual((got.text, got.finish), (want.text, want.finish))
-        for (token, logprob), (wanted, near) in zip(got.tokens, want.tokens, strict=True):
-            self.assertEqual(token, wanted)
-            self.assertAlmostEqual(logprob, near, delta=1e-4)
 
     def test_answers_are_those_of_one_process(self):
         for flags in (("-tp", "2"), ("--tensor-parallel-size", "4"), ("-pp", "2"), ("-tp=2", "--pipeline-parallel-size", "2")):

@@ -1,7 +1,6 @@
 """Prompts and answers on instances of their own: keys and values go from one to the other, and what becomes of requests when either dies."""
 # slow
 import contextlib
-import json
 import os
 import pathlib
 import random
@@ -12,19 +11,12 @@ import tempfile
 import threading
 import unittest
 
-from pools_common import LONG, Answer, Pools, Refused, Waiting
+from pools_common import KINDS, LONG, SMALL, Answer, Compared, Pools, Refused, Waiting, check_replay
 from serve_common import MODEL, PARVL, Server, ask, data_uri, need_model, png
 
 MODULES = {"apart": "vision_encoder: {pool: encoder-pool, replicas: 1}", "inside": "vision_encoder: {pool: prefill-pool}"}
 ENCODERS = "encoder-pool: {device: gpu-24gb, min_instances: 1, max_instances: 8}"
-SMALL = ("--kv-cache-memory-bytes", "67108864", "--encoder-cache-bytes", "16777216")
-COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}, "n": {"type": "integer", "minimum": 100000}}, "required": ["color", "n"]}
-KINDS = {"greedy": {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": True},
-         "sampled": LONG,
-         "stopped": {**LONG, "stop": ["circlecircle", "triangleteal", "zzz"], "presence_penalty": 0.3, "frequency_penalty": 0.2},
-         "schema": {"max_tokens": 160, "temperature": 1, "seed": 5, "logprobs": True, "ignore_eos": True,
-                    "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "array", "items": COLOR, "minItems": 30}}}},
-         "one token": {**LONG, "max_tokens": 1}}
+ALL_KINDS = {**KINDS, "greedy": {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": True}, "one token": {**LONG, "max_tokens": 1}}
 TEXT = [{"role": "user", "content": "what color is the sky, and why is it so? " * 6}]
 
 
@@ -44,14 +36,14 @@ model:
 """
 
 
-class Roles(unittest.TestCase):
+class Roles(Compared):
     @classmethod
     def setUpClass(cls):
         need_model()
         pictures = [data_uri(png(color=color)) for color in ((200, 30, 40), (10, 90, 210))]
         cls.asked = {"text": TEXT, "picture": ask("what is in the picture?", pictures[0]), "pictures": ask("which is larger?", *pictures)}
         with Server("--dtype", "float32") as one:
-            cls.want = {(name, kind): Answer(one, messages, **fields).read_all() for name, messages in cls.asked.items() for kind, fields in KINDS.items()}
+            cls.want = {(name, kind): Answer(one, messages, **fields).read_all() for name, messages in cls.asked.items() for kind, fields in ALL_KINDS.items()}
             cls.choices = cls.three_choices(one)
 
     @classmethod
@@ -60,31 +52,16 @@ class Roles(unittest.TestCase):
         assert status == 200, reply
         return [choice["message"]["content"] for choice in reply["choices"]]
 
-    def assert_same(self, got, want):
-        self.assertEqual((got.error, got.done), (None, True))
-        self.assertEqual((got.text, got.finish), (want.text, want.finish))
-        self.assertEqual([token for token, _ in got.tokens], [token for token, _ in want.tokens])
-        for (_, a), (_, b) in zip(got.tokens, want.tokens):
-            self.assertAlmostEqual(a, b, delta=1e-4)
-        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            self.assertEqual(got.usage[count], want.usage[count])
-
     def start(self, encoder, decoders=2):
         """A server that ends with the test; then its record gives the same decisions again."""
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         record = pathlib.Path(folder.name) / "record"
-        self.addCleanup(self.check_record, record)
+        self.addCleanup(check_replay, record, 10)
         server = Pools(allocation(encoder, decoders), *SMALL, "--record", str(record))
         self.addCleanup(server.stop)
         server.wait_all_ready()
         return server
-
-    def check_record(self, record):
-        replay = subprocess.run([PARVL, "replay", "--json", str(record)], capture_output=True, text=True, timeout=120)
-        self.assertEqual(replay.returncode, 0, replay.stderr)
-        report = json.loads(replay.stdout)
-        self.assertTrue(report["equal"] and report["decisions"] > 10, report)
 
     @staticmethod
     def handovers(server, outcome):
@@ -100,14 +77,14 @@ class Roles(unittest.TestCase):
             server = self.start(encoder)
             for (name, kind), want in self.want.items():
                 with self.subTest(encoder=encoder, name=name, kind=kind):
-                    got = Answer(server, self.asked[name], **KINDS[kind]).read_all()
+                    got = Answer(server, self.asked[name], **ALL_KINDS[kind]).read_all()
                     self.assert_same(got, want)
                     where = got.usage["ran_on"]
                     self.assertRegex(where["llm_backbone"], r"^instance \d of prefill-pool" + (r"$" if kind == "one token" else r", then \d of decode-pool$"))
                     if name != "text" and encoder == "apart":
                         self.assertRegex(where["vision_encoder"], r"^instance \d of encoder-pool$")
             self.assertEqual(self.three_choices(server), self.choices)
-            answers = [Waiting(server, self.asked[name], **KINDS[kind]) for _ in range(3) for name, kind in self.want]
+            answers = [Waiting(server, self.asked[name], **ALL_KINDS[kind]) for _ in range(3) for name, kind in self.want]
             for answer, want in zip(answers, 3 * list(self.want.values())):
                 self.assert_same(answer.result(), want)
             self.assertGreaterEqual(self.handovers(server, "fetched"), 4 * len(self.want) / 2)
@@ -121,7 +98,7 @@ class Roles(unittest.TestCase):
         cases = [("pictures", kind, tokens) for kind in ("sampled", "stopped", "schema") for tokens in (1, 9, 30)]
         for name, kind, tokens in [*cases, ("text", "sampled", 2), ("text", "schema", 17)]:
             with self.subTest(name, kind=kind, tokens=tokens):
-                answer = Answer(server, self.asked[name], **KINDS[kind]).read_until(tokens)
+                answer = Answer(server, self.asked[name], **ALL_KINDS[kind]).read_until(tokens)
                 for one in server.status()["instances"]:
                     if one["pool"] == "decode-pool" and one["running"] > 0:  # else it has said all before
                         os.kill(one["pids"][0], signal.SIGKILL)
@@ -187,7 +164,7 @@ class Roles(unittest.TestCase):
                     return
                 answer = None  # refused, since a pool has nobody
                 with contextlib.suppress(Refused):
-                    answer = Answer(server, self.asked[case[0]], **KINDS[case[1]]).read_all()
+                    answer = Answer(server, self.asked[case[0]], **ALL_KINDS[case[1]]).read_all()
                 with lock:
                     results.append((case, answer))
         clients = [threading.Thread(target=client) for _ in range(6)]

@@ -83,6 +83,12 @@ class EncoderRanksTest : public EngineTest {
     out.on_done = [&asked](EncodeQueue::Done done) { asked.promise.set_value(std::move(done)); };
     return out;
   }
+  static void submit_both(EncoderRanks& ranks, Asked& first, Asked& second) {
+    std::vector<EncodeQueue::Item> both;
+    both.push_back(item(first));
+    both.push_back(item(second));
+    ranks.submit(std::move(both));
+  }
 };
 
 TEST_F(EncoderRanksTest, FeaturesAreThoseOfOneEncoderAndTheWorkIsShared) {
@@ -150,19 +156,13 @@ TEST_F(EncoderRanksTest, AFailureIsItsImagesAlone) {
     auto broken = std::make_shared<ProcessedImage>(*image(*files->prompts, 28, 28, 2));
     broken->grid_h = broken->grid_w = 5;  // which the model cannot merge
     bad.image = broken;
-    std::vector<EncodeQueue::Item> both;
-    both.push_back(item(here));
-    both.push_back(item(bad));
-    ranks.submit(std::move(both));
+    submit_both(ranks, here, bad);
     EXPECT_FALSE(bad.done.get().status.ok());
     ASSERT_TRUE(here.done.get().status.ok());
     here = Asked();
     here.image = image(*files->prompts, 60, 60, 3);
     good.image = image(*files->prompts, 28, 28, 2);
-    std::vector<EncodeQueue::Item> again;
-    again.push_back(item(here));
-    again.push_back(item(good));
-    ranks.submit(std::move(again));
+    submit_both(ranks, here, good);
     const EncodeQueue::Done done = good.done.get();
     ASSERT_TRUE(done.status.ok()) << done.status;
     EXPECT_TRUE(at::equal(done.visual, encode(*files, *good.image)));
@@ -187,10 +187,7 @@ TEST_F(EncoderRanksTest, AFailureToTakeTheFeaturesIsItsImagesAlone) {
       Asked here, there;
       here.image = image(*files->prompts, 60, 60, 1);
       there.image = image(*files->prompts, 28, 28, 2);
-      std::vector<EncodeQueue::Item> both;
-      both.push_back(item(here));
-      both.push_back(item(there));
-      ranks.submit(std::move(both));
+      submit_both(ranks, here, there);
       const EncodeQueue::Done done = there.done.get();
       EXPECT_EQ(done.status.ok(), !fails) << done.status;
       EXPECT_EQ(here.done.get().status.ok(), !fails);
@@ -218,10 +215,7 @@ TEST_F(EncoderRanksTest, EndingWhileAnotherRankEncodesIsNoLoss) {
       EncoderRanks ranks(*files, clock(), {links, never, {}});
       here.image = image(*files->prompts, 60, 60, 1);
       there.image = image(*files->prompts, 28, 28, 2);
-      std::vector<EncodeQueue::Item> both;
-      both.push_back(item(here));
-      both.push_back(item(there));
-      ranks.submit(std::move(both));
+      submit_both(ranks, here, there);
       EXPECT_TRUE(here.done.get().status.ok());
       asked_there.get_future().wait();
     }

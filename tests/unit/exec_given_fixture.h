@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -110,6 +111,22 @@ class GivenFeaturesTest : public EngineTest {
       for (const auto& image : one.prompt->images) keys.insert(image->key);
     }
     return static_cast<int>(keys.size());
+  }
+
+  // The LLM alone, cut as `cut` says: features come from an encode engine, and the answers are the same.
+  void expect_answers_from_features(const std::function<EngineOptions(EngineOptions)>& cut) {
+    for (const std::string family : {"qwen2_vl", "qwen2_5_vl"}) {
+      const std::string dir = make_dir(family);
+      const std::vector<Case> cases = make_cases(dir);
+      const auto encoder = load_encoder(dir);
+      const auto given = give_all(*encoder, cases);
+      EngineOptions options;
+      options.max_batched_tokens = 24;
+      options.max_seqs = 6;
+      const auto engine = load(dir, cut(llm_only(options)));
+      run_given(*engine, cases, given, 2);
+      EXPECT_GE(fetches(given), different(given));
+    }
   }
 
   static void expect_same_bits(const GenerateResult& got, const GenerateResult& want) {

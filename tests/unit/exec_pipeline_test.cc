@@ -148,18 +148,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, PipelineFamilyTest,
 
 // The LLM alone: features come from an encode engine, and go to the first stage.
 TEST_F(PipelineTest, FeaturesFromElsewhereReachTheFirstStage) {
-  for (const std::string family : {"qwen2_vl", "qwen2_5_vl"}) {
-    const std::string dir = make_dir(family);
-    const std::vector<Case> cases = make_cases(dir);
-    const auto encoder = load_encoder(dir);
-    const auto given = give_all(*encoder, cases);
-    EngineOptions options;
-    options.max_batched_tokens = 24;
-    options.max_seqs = 6;
-    const auto engine = load(dir, over_stages(llm_only(options), 2, 2));
-    run_given(*engine, cases, given, 2);
-    EXPECT_GE(fetches(given), different(given));
-  }
+  expect_answers_from_features([](EngineOptions options) { return over_stages(std::move(options), 2, 2); });
 }
 
 // Makes the pipeline's stages wait for each other: what a stage has received it gets to compute only once the stage

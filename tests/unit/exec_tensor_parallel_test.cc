@@ -184,18 +184,7 @@ TEST_F(TensorParallelTest, GrammarsHold) {
 
 // The LLM alone: features come from an encode engine, and go to all ranks.
 TEST_F(TensorParallelTest, FeaturesFromElsewhereReachAllRanks) {
-  for (const std::string family : {"qwen2_vl", "qwen2_5_vl"}) {
-    const std::string dir = make_dir(family);
-    const std::vector<Case> cases = make_cases(dir);
-    const auto encoder = load_encoder(dir);
-    const auto given = give_all(*encoder, cases);
-    EngineOptions options;
-    options.max_batched_tokens = 24;
-    options.max_seqs = 6;
-    const auto engine = load(dir, over_ranks(llm_only(options), 4));
-    run_given(*engine, cases, given, 2);
-    EXPECT_GE(fetches(given), different(given));
-  }
+  expect_answers_from_features([](EngineOptions options) { return over_ranks(std::move(options), 4); });
 }
 
 TEST_F(TensorParallelTest, ACutThatCannotBeIsRefusedBeforeAnyRankStarts) {
