@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 import threading
 import time
-import unittest
 import urllib.request
 
 from serve_common import PARVL, Server
@@ -53,8 +52,8 @@ def check_replay(record, decisions):
     assert report["equal"] and report["decisions"] > decisions, report
 
 
-class Compared(unittest.TestCase):
-    """Tests that compare answers to those of one process."""
+class Compared:
+    """What tests have beside their own that compare answers to those of one process."""
 
     def assert_same(self, got, want):
         self.assertEqual((got.error, got.done), (None, True))

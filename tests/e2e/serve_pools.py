@@ -27,7 +27,7 @@ def hang_busiest_thread(pid):
     return thread if ptrace(seize, thread, None, None) == 0 and ptrace(interrupt, thread, None, None) == 0 else None
 
 
-class SeparatePools(Compared):
+class SeparatePools(Compared, unittest.TestCase):
     """Two encode instances and three that generate."""
 
     @classmethod

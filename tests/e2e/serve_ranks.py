@@ -59,7 +59,7 @@ def wait_until(condition, seconds=30):
     return condition()
 
 
-class Ranks(Compared):
+class Ranks(Compared, unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         need_model()

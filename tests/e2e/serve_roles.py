@@ -36,7 +36,7 @@ model:
 """
 
 
-class Roles(Compared):
+class Roles(Compared, unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         need_model()
