@@ -41,8 +41,9 @@ struct EngineRequest {
   int priority = 0;                        // a lower number goes first
   std::string cache_salt;                  // requests of different salts share no prefix
   TrackId track;                           // where EngineConfig::timeline shows it
-  // Both on the engine's thread; they must not block. `on_end` comes exactly once and last, also for a cancelled
-  // request (finish kNone) and when the engine stops.
+  // Both on the engine's thread, which holds none of its locks meanwhile: they may take one under which others submit
+  // and cancel. They must not block. `on_end` comes exactly once and last, also for a cancelled request (finish kNone)
+  // and when the engine stops.
   std::function<void(const TokenEvent&)> on_token;
   std::function<void(const absl::StatusOr<GenerateResult>&)> on_end;
 };

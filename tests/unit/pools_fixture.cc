@@ -69,26 +69,37 @@ class CountingEngine : public Engine {
       });
       if (stopping_) break;
       for (auto job = jobs_.begin(); job != jobs_.end();) {
-        if (!job->cancelled && script_->allowed[instance_] <= 0) {
+        const bool cancelled = job->cancelled;
+        if (!cancelled && script_->allowed[instance_] <= 0) {
           ++job;
           continue;
         }
         --script_->allowed[instance_];
-        const absl::Status looked = job->said == 0 && !job->cancelled ? look(*job) : absl::OkStatus();
-        const bool ends = job->cancelled || !looked.ok() || speak(*job);
-        if (!looked.ok()) {
-          job->request.on_end(looked);
-        } else if (ends) {
-          GenerateResult result;
-          result.finish = job->cancelled || job->hands_over ? FinishReason::kNone : FinishReason::kStop;
-          result.handed_over = job->hands_over;
-          job->request.on_end(result);
-        }
+        lock.unlock();  // as in an engine: who is told takes locks of its own, under which it calls this one
+        const bool ends = take_turn(*job, cancelled);
+        lock.lock();
         job = ends ? jobs_.erase(job) : std::next(job);
       }
+      lock.unlock();
       hooks_.on_turn();
+      lock.lock();
     }
+    lock.unlock();
     for (Job& job : jobs_) job.request.on_end(GenerateResult{});
+  }
+  // Whether that was its end.
+  bool take_turn(Job& job, bool cancelled) {
+    const absl::Status looked = job.said == 0 && !cancelled ? look(job) : absl::OkStatus();
+    if (!looked.ok()) {
+      job.request.on_end(looked);
+      return true;
+    }
+    if (!cancelled && !speak(job)) return false;
+    GenerateResult result;
+    result.finish = cancelled || job.hands_over ? FinishReason::kNone : FinishReason::kStop;
+    result.handed_over = job.hands_over;
+    job.request.on_end(result);
+    return true;
   }
   absl::Status look(Job& job) {
     if (job.request.kv != nullptr) {
