@@ -9,19 +9,23 @@
 
 namespace parvl {
 
-absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& spec, const ModelSpec& model,
-                                                           Communicator* communicator, const CheckOptions& checks) {
-  auto out = std::make_unique<RunRanks>(model);
-  PARVL_ASSIGN_OR_RETURN(out->parts_, split_layers(model.backbone.layers, spec.llm.pp, spec.llm.stages));
+absl::StatusOr<MeshPlan> RunRanks::plan(const ParallelSpec& spec, const ModelSpec& model, int64_t started) {
+  PARVL_RETURN_IF_ERROR(split_layers(model.backbone.layers, spec.llm.pp, spec.llm.stages).status());
   std::vector<std::string> modules;
   if (model.vision.has_value()) modules = {"vision_encoder", "projector"};
   PARVL_ASSIGN_OR_RETURN(MeshPlan plan, plan_mesh(spec, modules));
-  const int64_t started = communicator == nullptr ? 1 : communicator->world();
-  if (plan.world != started) {
-    return invalid("the recipe's layout has ", plan.world, plan.world == 1 ? " rank" : " ranks", ", but ", started,
-                   started == 1 ? " process was" : " processes were", " started; start ", plan.world,
-                   " (parvl launch --nproc-per-node ", plan.world, " -- parvl train ...), or change `parallel`");
-  }
+  if (plan.world == started) return plan;
+  return invalid("the recipe's layout has ", plan.world, plan.world == 1 ? " rank" : " ranks", ", but ", started,
+                 started == 1 ? " process was" : " processes were", " started; start ", plan.world,
+                 " (parvl launch --nproc-per-node ", plan.world, " -- parvl train ...), or change `parallel`");
+}
+
+absl::StatusOr<std::unique_ptr<RunRanks>> RunRanks::create(const ParallelSpec& spec, const ModelSpec& model,
+                                                           Communicator* communicator, const CheckOptions& checks) {
+  auto out = std::make_unique<RunRanks>(model);
+  PARVL_ASSIGN_OR_RETURN(MeshPlan plan,
+                         RunRanks::plan(spec, model, communicator == nullptr ? 1 : communicator->world()));
+  PARVL_ASSIGN_OR_RETURN(out->parts_, split_layers(model.backbone.layers, spec.llm.pp, spec.llm.stages));
   const ModuleMesh* encoder = plan.find("vision_encoder");
   out->encoder_apart_ = encoder != nullptr && encoder->own_ranks;
   if (communicator == nullptr) return out;

@@ -18,6 +18,9 @@ namespace parvl {
 // One thread. Alone, everything is immediate.
 class RunRanks {
  public:
+  // What each rank can say by itself of a layout over so many processes, so that one that refuses it leaves no other
+  // waiting: InvalidArgument for one that does not fit the model or their number.
+  static absl::StatusOr<MeshPlan> plan(const ParallelSpec& spec, const ModelSpec& model, int64_t started);
   // Connects to the others; all ranks call it. `communicator` null: one process. It outlives this. All groups are
   // checked (parvl/comm/checked_group.h).
   static absl::StatusOr<std::unique_ptr<RunRanks>> create(const ParallelSpec& spec, const ModelSpec& model,

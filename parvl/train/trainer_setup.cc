@@ -211,6 +211,8 @@ absl::Status Trainer::connect(const ModelSpec& spec) {
   output_->working("waiting for the other ranks");
   CheckOptions checks = env_.checks;
   checks.clock = env_.clock;
+  const int64_t started = env_.communicator == nullptr ? 1 : env_.communicator->world();
+  PARVL_RETURN_IF_ERROR(RunRanks::plan(recipe_.parallel, spec, started).status());
   if (env_.communicator != nullptr) PARVL_RETURN_IF_ERROR(agree_on_device());
   if (env_.communicator != nullptr && device_.is_cuda()) {
     PARVL_ASSIGN_OR_RETURN(gpus_, make_nccl_communicator(*env_.communicator));
