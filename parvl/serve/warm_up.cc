@@ -10,23 +10,28 @@ namespace {
 
 constexpr int kSide = 28;  // pixels, of the image; the processor makes the smallest that it may of it
 
-absl::StatusOr<ProcessedImage> small_image(const ImageProcessor& processor) {
+absl::StatusOr<ProcessedImage> small_image(const ImageProcessor& processor, uint8_t gray = 127) {
   Image image;
   image.width = image.height = kSide;
-  image.rgb.assign(size_t{3} * kSide * kSide, 127);
+  image.rgb.assign(size_t{3} * kSide * kSide, gray);
   return processor.process(image);
 }
 
-// An image of one colour before a few tokens; text alone where it is not encoded here, or there is no room for it.
+// An image for each of its ranks, which encode each another one, before a few tokens; fewer images where there is no
+// room for all, and text alone where they are not encoded here.
 absl::StatusOr<std::shared_ptr<const Prompt>> short_prompt(const Engine& engine, bool encodes) {
   auto prompt = std::make_shared<Prompt>();
   const int64_t room = engine.max_model_len() - 2;
   if (encodes && engine.prompts().has_images()) {
-    PARVL_ASSIGN_OR_RETURN(ProcessedImage processed, small_image(engine.prompts().image_processor()));
-    const int64_t tokens = processed.num_tokens();
-    if (tokens < room) {
-      prompt->ids.assign(static_cast<size_t>(tokens), engine.prompts().image_token());
-      prompt->media.push_back({0, 0, tokens});
+    const size_t ranks = std::max<size_t>(1, engine.pids().size());
+    for (size_t i = 0; i < ranks; ++i) {
+      const auto gray = static_cast<uint8_t>(127 + i % 128);  // equal ones would be encoded once
+      PARVL_ASSIGN_OR_RETURN(ProcessedImage processed, small_image(engine.prompts().image_processor(), gray));
+      const auto begin = static_cast<int64_t>(prompt->ids.size());
+      const int64_t tokens = processed.num_tokens();
+      if (begin + tokens >= room) break;
+      prompt->ids.resize(static_cast<size_t>(begin + tokens), engine.prompts().image_token());
+      prompt->media.push_back({static_cast<int>(i), begin, tokens});
       prompt->images.push_back(std::make_shared<const ProcessedImage>(std::move(processed)));
     }
   }
