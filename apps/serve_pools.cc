@@ -206,6 +206,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
                                    .takes_over = pool.role == PoolRole::kDecode});
     EngineOptions own = engine;
     own.load.device = devices[pool.name];
+    own.step_s = pools.allocation.tpot_ms * 1e-3;
     own.tensor_ranks = backbone_layout(pool).tp;
     own.pipeline_stages = backbone_layout(pool).pp;
     own.load.memory_limit_bytes = memory_limit(pools, pool, room, engine.load.memory_limit_bytes);

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Pools against colocated instances at equal hardware: N cores and N processes of one compute thread each. The same requests to
+"""Pools against colocated instances at equal hardware: N instances of the CPU, each bound to a core of its own. The same requests to
 `parvl serve` with every module in N instances, and with E instances that encode and N - E that generate, of --one and --four that E
 which completes most. Prints one JSON object:
 
-goodput       requests/s that meet the SLO, at the best of the offered rates; the SLO is 5 times the TTFT and 3 times the TPOT of
+goodput       requests/s that meet the SLO, at the best of the offered rates; the SLO is 5 times the TTFT and --tpot-times the TPOT of
               colocated instances that have one request at a time. Rates are shares of what colocated instances complete when they
               are never without work.
 isolation     p99 of TTFT and ITL of text requests while requests with images come at --heavy times what colocated instances complete.
 
+Both are told the TPOT of the SLO (slo.tpot_ms), which bounds their steps.
+
 usage: pools.py --model DIR [--build BUILD] [--processes N] [--one E,E] [--four E,E] [--seconds S] [--seed N]
 
-The server has the first N cores, the load comes from the others where there are more.
+The instances have the first N cores; the server itself and the load have the others, where there are more.
 """
 import argparse
 import json
@@ -33,6 +35,7 @@ model:
     vision_encoder: {{pool: encoder-pool, parallel: data, replicas: {encoders}}}
     llm_backbone:   {{pool: llm-pool, replicas: {others}}}
 queues: {{text: {{limit: 100000}}, image: {{limit: 100000}}}}
+slo: {{tpot_ms: {tpot_ms}}}
 """
 COLOCATED = """
 cluster:
@@ -43,9 +46,10 @@ model:
     vision_encoder: {{pool: llm-pool}}
     llm_backbone:   {{pool: llm-pool, replicas: {processes}}}
 queues: {{text: {{limit: 100000}}, image: {{limit: 100000}}}}
+slo: {{tpot_ms: {tpot_ms}}}
 """
 RATES = (0.7, 0.85, 1.0)
-TTFT_TIMES, TPOT_TIMES = 5, 3
+TTFT_TIMES = 5
 
 
 class Server:
@@ -56,13 +60,25 @@ class Server:
         self.process = subprocess.Popen([args.build / "parvl", "serve", "--model", args.model, "--config", path, "--device-map", "cpu-class=cpu", "--port", "0",
                                          "--kv-cache-memory-bytes", "500000000", "--max-num-batched-tokens", str(args.step_tokens)],
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                        preexec_fn=lambda: os.sched_setaffinity(0, args.cores[:args.processes]))
+                                        preexec_fn=lambda: os.sched_setaffinity(0, args.cores[args.processes:] or args.cores))
         self.errors = []
         threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True).start()
         line = self.process.stdout.readline()
         if not (ready := re.match(r"parvl ready (http://\S+)", line)):
             sys.exit(f"parvl serve did not start: {''.join(self.errors[-5:])}")
         self.url = ready.group(1)
+        for number, pid in self.instances():
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), {args.cores[number % args.processes]})
+
+    def instances(self):
+        children = pathlib.Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for path in children for pid in path.read_text().split()]
+        commands = [(pid, pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")) for pid in pids]
+        found = sorted(pid for pid, command in commands if b"worker" in command)
+        if not found:
+            sys.exit("parvl serve has no instances")
+        return enumerate(found)
 
     def __enter__(self):
         return self
@@ -90,9 +106,16 @@ class Bench:
         """Requests/s when it is never without work."""
         return self.load(url, kind, "--concurrency", 4 * self.args.processes, "--requests", 8 * self.args.processes)["requests_per_s"]
 
-    def slo_of(self, url, kind):
-        alone = self.load(url, kind, "--concurrency", 1, "--requests", 6)
-        return TTFT_TIMES * alone["ttft_ms"]["p50"], TPOT_TIMES * alone["tpot_ms"]["p50"]
+    def slo_of(self, kind):
+        with Server(self.args, self.colocated(0)) as server:
+            alone = self.load(server.url, kind, "--concurrency", 1, "--requests", 6)
+        return TTFT_TIMES * alone["ttft_ms"]["p50"], self.args.tpot_times * alone["tpot_ms"]["p50"]
+
+    def colocated(self, tpot_ms):
+        return COLOCATED.format(processes=self.args.processes, tpot_ms=tpot_ms)
+
+    def pools(self, encoders, tpot_ms):
+        return POOLS.format(encoders=encoders, others=self.args.processes - encoders, tpot_ms=tpot_ms)
 
     def goodputs(self, url, kind, slo, full):
         out = []
@@ -105,19 +128,19 @@ class Bench:
         return out
 
     def mix(self, kind, encoders):
-        n = self.args.processes
-        with Server(self.args, COLOCATED.format(processes=n)) as server:
-            slo, full = self.slo_of(server.url, kind), self.rate_of(server.url, kind)
+        slo = self.slo_of(kind)
+        with Server(self.args, self.colocated(slo[1])) as server:
+            full = self.rate_of(server.url, kind)
             colocated = self.goodputs(server.url, kind, slo, full)
         tried = {}
         for some in encoders:
-            with Server(self.args, POOLS.format(encoders=some, others=n - some)) as server:
+            with Server(self.args, self.pools(some, slo[1])) as server:
                 tried[some] = self.rate_of(server.url, kind)
         chosen = max(tried, key=tried.get)
-        with Server(self.args, POOLS.format(encoders=chosen, others=n - chosen)) as server:
+        with Server(self.args, self.pools(chosen, slo[1])) as server:
             pools = self.goodputs(server.url, kind, slo, full)
         best = [max(one["goodput"] for one in rows) for rows in (pools, colocated)]
-        return {"requests": kind, "processes": n, "encoders": chosen, "slo_ttft_ms": slo[0], "slo_tpot_ms": slo[1],
+        return {"requests": kind, "processes": self.args.processes, "encoders": chosen, "slo_ttft_ms": slo[0], "slo_tpot_ms": slo[1],
                 "completed_per_s": {"pools": tried, "colocated": full}, "goodput": {"pools": best[0], "colocated": best[1]},
                 "ratio": best[0] / best[1] if best[1] else None, "pools": pools, "colocated": colocated}
 
@@ -130,14 +153,15 @@ class Bench:
                 "itl_p50_ms": report["itl_ms"]["p50"], "requests": report["requests"]}
 
     def isolation(self, kind, text, encoders):
-        n = self.args.processes
-        with Server(self.args, COLOCATED.format(processes=n)) as server:
+        slo = self.slo_of(text)
+        with Server(self.args, self.colocated(slo[1])) as server:
             rate = self.args.heavy * self.rate_of(server.url, kind)
             text_rate = self.args.text * self.rate_of(server.url, text)
             colocated = self.text_beside(server.url, kind, rate, text, text_rate)
-        with Server(self.args, POOLS.format(encoders=encoders, others=n - encoders)) as server:
+        with Server(self.args, self.pools(encoders, slo[1])) as server:
             pools = self.text_beside(server.url, kind, rate, text, text_rate)
-        return {"images": kind, "images_per_s": rate, "text": text, "text_per_s": text_rate, "encoders": encoders, "pools": pools, "colocated": colocated,
+        return {"images": kind, "images_per_s": rate, "text": text, "text_per_s": text_rate, "encoders": encoders, "slo_tpot_ms": slo[1],
+                "pools": pools, "colocated": colocated,
                 "lower_by": {name: 1 - pools[name] / colocated[name] for name in ("ttft_p99_ms", "itl_p99_ms")}}
 
 
@@ -152,7 +176,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=20, help="of each offered rate")
     parser.add_argument("--heavy", type=float, default=0.7)
     parser.add_argument("--text", type=float, default=0.15, help="text requests, as a share of what colocated instances complete of nothing else")
-    parser.add_argument("--step-tokens", type=int, default=256, help="--max-num-batched-tokens of both: what bounds the time between two tokens")
+    parser.add_argument("--tpot-times", type=float, default=2, help="SLO: times the TPOT of one request alone")
+    parser.add_argument("--step-tokens", type=int, default=256, help="--max-num-batched-tokens of both")
     parser.add_argument("--image", default="448x448")
     parser.add_argument("--parts", default="one,four,isolation")
     parser.add_argument("--seed", type=int, default=1)

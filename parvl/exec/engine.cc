@@ -282,7 +282,7 @@ void EngineLoop::commit_step(const Completion& completion) {
     for (const RequestId id : scheduler_.commit_failed(completion.step)) end(id, completion.status);
     return;
   }
-  StepTokens tokens{completion.step, {}};
+  StepTokens tokens{completion.step, {}, std::max(0.0, completion.end_s - completion.start_s)};
   for (const SampledToken& token : completion.tokens) tokens.tokens.push_back(token.id);
   // First the scheduler, so that a request that ends here frees what it holds for the next step.
   scheduler_.commit(tokens);

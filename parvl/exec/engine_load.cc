@@ -104,6 +104,7 @@ absl::StatusOr<SchedulerConfig> scheduler_config(const LoadedFiles& files, const
   config.max_model_len = files.max_model_len;
   config.max_seqs = options.max_seqs;
   config.max_batched_tokens = options.max_batched_tokens;
+  config.step_s = options.step_s;
   config.encoder_cache_bytes = memory.encoder_cache;
   config.prefix_caching = options.prefix_caching;
   config.num_blocks = memory.num_blocks;

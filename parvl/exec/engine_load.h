@@ -21,6 +21,7 @@ struct EngineOptions {
   LoadOptions load;
   int64_t max_seqs = 64;
   int64_t max_batched_tokens = 2048;
+  double step_s = 0;                // see SchedulerConfig::step_s
   int64_t kv_cache_bytes = 0;       // 0: a quarter of what is left, at most 8 GiB; all that is left of a GPU's
   int64_t encoder_cache_bytes = 0;  // 0: an eighth of what is left, at most 1 GiB
   bool prefix_caching = true;

@@ -53,6 +53,7 @@ struct SchedulerOutput {
 struct StepTokens {
   StepId step;
   std::vector<TokenId> tokens;  // of the sequences that `sample`, in the step's order
+  double seconds = 0;           // that the step took; 0: not known
 };
 
 }  // namespace parvl

@@ -30,7 +30,8 @@ Json config_json(const SchedulerConfig& c) {
           {"encode_budget", c.encode_budget},
           {"encoder_cache_bytes", c.encoder_cache_bytes},
           {"prefix_caching", c.prefix_caching},
-          {"starvation_s", c.starvation_s}};
+          {"starvation_s", c.starvation_s},
+          {"step_s", c.step_s}};
 }
 
 Json request_json(const SchedRequest& request, double now) {
@@ -110,7 +111,9 @@ SchedulerOutput RecordedScheduler::schedule(double now) {
 
 void RecordedScheduler::commit(const StepTokens& tokens) {
   if (write_) {
-    write_(Json{{"event", "commit"}, {"step", tokens.step.value}, {"tokens", tokens.tokens}}.dump() + "\n");
+    const Json event = {
+        {"event", "commit"}, {"step", tokens.step.value}, {"tokens", tokens.tokens}, {"seconds", tokens.seconds}};
+    write_(event.dump() + "\n");
   }
   scheduler_.commit(tokens);
 }

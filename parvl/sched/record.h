@@ -11,7 +11,7 @@
 
 namespace parvl {
 
-inline constexpr int kRecordFormat = 3;
+inline constexpr int kRecordFormat = 4;
 
 class RecordedScheduler {
  public:

@@ -104,6 +104,7 @@ SchedulerConfig config_from(const Json& j) {
   c.encoder_cache_bytes = whole_at(j, "encoder_cache_bytes");
   c.prefix_caching = flag_at(j, "prefix_caching");
   c.starvation_s = number_at(j, "starvation_s");
+  c.step_s = number_at(j, "step_s");
   return c;
 }
 
@@ -137,7 +138,7 @@ absl::Status tell(RecordedScheduler& scheduler, const Json& event) {
     if (now.in_flight()) return invalid("a step was scheduled while another is in flight");
     scheduler.schedule(number_at(event, "now"));
   } else if (kind == "commit") {
-    const StepTokens tokens{StepId{whole_at(event, "step")}, tokens_at(event, "tokens")};
+    const StepTokens tokens{StepId{whole_at(event, "step")}, tokens_at(event, "tokens"), number_at(event, "seconds")};
     PARVL_RETURN_IF_ERROR(now.check_tokens(tokens));
     scheduler.commit(tokens);
   } else if (kind == "commit_failed") {

@@ -1,6 +1,8 @@
 #include "parvl/sched/scheduler.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "parvl/base/check.h"
@@ -10,7 +12,7 @@ namespace {
 
 constexpr int64_t kMaxBlocks = int64_t{1} << 24, kMaxBlockSize = int64_t{1} << 16;
 constexpr int64_t kMaxEncoderBytes = int64_t{1} << 50;
-constexpr int64_t kLeastPart = 16;  // of a step's tokens for a prompt: fewer are hardly worth its turn
+constexpr int64_t kLeastPart = 8;  // of a step's tokens for a prompt: fewer are hardly worth its turn
 
 void insert_in_order(std::vector<Sequence*>& line, Sequence& sequence) {
   const auto before = [](const Sequence* a, const Sequence* b) { return goes_before(*a, *b); };
@@ -41,6 +43,7 @@ absl::Status validate(const SchedulerConfig& c) {
     return invalid("--max-num-batched-tokens ", c.max_batched_tokens, " is less than --max-num-seqs ", c.max_seqs,
                    ", so not every running sequence could go on");
   }
+  if (!(c.step_s >= 0 && std::isfinite(c.step_s))) return invalid("a step's time is ", c.step_s, " seconds");
   if (c.num_blocks * c.block_size < c.max_model_len) {
     return invalid("the KV memory holds ", c.num_blocks * c.block_size, " tokens, fewer than --max-model-len ",
                    c.max_model_len, "; give it more memory, or lower --max-model-len");
@@ -66,7 +69,10 @@ absl::Status validate(const SchedRequest& request) {
 }
 
 Scheduler::Scheduler(const SchedulerConfig& config)
-    : config_(config), blocks_(config.num_blocks), encoder_cache_(config.encoder_cache_bytes) {}
+    : config_(config),
+      blocks_(config.num_blocks),
+      encoder_cache_(config.encoder_cache_bytes),
+      pace_(config.step_s, config.max_batched_tokens) {}
 Scheduler::~Scheduler() = default;
 
 absl::Status Scheduler::add(SchedRequest request, double now) {
@@ -138,6 +144,8 @@ void Scheduler::schedule_running(SchedulerOutput& output) {
   for (Sequence* sequence : decoding) {
     if (sequence->running) schedule_tokens(*sequence, 1, output);
   }
+  answers_ = static_cast<int64_t>(in_step_.size());
+  if (answers_ > 0) tokens_left_ = std::min(tokens_left_, pace_.tokens());
   for (size_t i = 0; i < prompts.size(); ++i) {
     const Sequence* const next = i + 1 < prompts.size() ? prompts[i + 1]
                                  : waiting_.empty()     ? nullptr
@@ -281,29 +289,6 @@ bool Scheduler::require_encoded(Sequence& sequence, size_t index, bool urgent, S
   return false;
 }
 
-// The last of the running ones that can give what is wanted, must give way to `sequence` and is not in this step yet.
-// One that has run before takes from all behind it; one that has not, only from a lower priority: its turn will come.
-Sequence* Scheduler::victim_for(const Sequence& sequence, Wanted wanted) const {
-  const auto has = [wanted](const Sequence& other) {
-    switch (wanted) {
-      case Wanted::kPlace:
-        return true;
-      case Wanted::kBlocks:
-        return !other.blocks.empty();
-      case Wanted::kEncoderBytes:
-        return std::find(other.pinned.begin(), other.pinned.end(), true) != other.pinned.end();
-    }
-    return false;
-  };
-  for (auto candidate = running_.rbegin(); candidate != running_.rend(); ++candidate) {
-    const Sequence& other = **candidate;
-    if (!goes_before(sequence, other)) return nullptr;
-    if (other.in_flight > 0 || other.fetching || !has(other)) continue;
-    if (sequence.admitted || other.request.priority > sequence.request.priority) return *candidate;
-  }
-  return nullptr;
-}
-
 void Scheduler::preempt(Sequence& sequence, SchedulerOutput& output) {
   release_all(sequence);
   sequence.request.given = 0;  // whoever gave it may have let it go
@@ -321,6 +306,8 @@ absl::Status Scheduler::check_step(StepId step) const {
 
 absl::Status Scheduler::check_tokens(const StepTokens& tokens) const {
   PARVL_RETURN_IF_ERROR(check_step(tokens.step));
+  if (!(tokens.seconds >= 0 && std::isfinite(tokens.seconds)))
+    return invalid("a step took ", tokens.seconds, " seconds");
   size_t wanted = 0;
   for (const Sequence* sequence : in_step_) {
     if (!sequence->samples) continue;
@@ -336,6 +323,7 @@ void Scheduler::commit(const StepTokens& tokens) {
     PARVL_CHECK(false, std::string(status.message()).c_str());
   }
   in_flight_ = false;
+  tell_pace(tokens.seconds);
   size_t next = 0;
   for (Sequence* sequence : std::exchange(in_step_, {})) {
     const bool samples = sequence->samples;
@@ -343,6 +331,13 @@ void Scheduler::commit(const StepTokens& tokens) {
     if (samples) sequence->tokens.push_back(tokens.tokens[next++]);
     if (sequence->ended) erase(*sequence);
   }
+}
+
+// What the step in flight, which took so long, says about the next ones.
+void Scheduler::tell_pace(double seconds) {
+  const auto add = [](int64_t sum, const Sequence* sequence) { return sum + sequence->in_flight; };
+  const int64_t prompts = std::accumulate(in_step_.begin(), in_step_.end(), -answers_, add);
+  if (answers_ > 0 && prompts > 0 && seconds > 0) pace_.took(prompts, seconds);
 }
 
 void Scheduler::advance(Sequence& sequence) {

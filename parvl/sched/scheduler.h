@@ -15,6 +15,7 @@
 #include "parvl/sched/output.h"
 #include "parvl/sched/request.h"
 #include "parvl/sched/sequence.h"
+#include "parvl/sched/step_pace.h"
 
 namespace parvl {
 
@@ -29,6 +30,8 @@ struct SchedulerConfig {
   int64_t encoder_cache_bytes = int64_t{1} << 30;
   bool prefix_caching = true;
   double starvation_s = 10;  // after so long a waiting request goes before all priorities
+  // What few steps that answers wait for should exceed: of prompts they get as many tokens as fit. 0: no bound.
+  double step_s = 0;
 };
 // OK, or one sentence naming the value that makes no sense.
 absl::Status validate(const SchedulerConfig& config);
@@ -106,12 +109,13 @@ class Scheduler {
   bool fetch_given(Sequence& sequence, SchedulerOutput& output);
   int64_t count_ready(Sequence& sequence, int64_t wanted, SchedulerOutput& output);
   bool require_encoded(Sequence& sequence, size_t item, bool urgent, SchedulerOutput& output);
-  enum class Wanted { kPlace, kBlocks, kEncoderBytes };
-  Sequence* victim_for(const Sequence& sequence, Wanted wanted) const;
   void preempt(Sequence& sequence, SchedulerOutput& output);
+  void tell_pace(double seconds);
   void advance(Sequence& sequence);
 
   // scheduler_memory.cc: what sequences hold.
+  enum class Wanted { kPlace, kBlocks, kEncoderBytes };
+  Sequence* victim_for(const Sequence& sequence, Wanted wanted) const;
   bool lacks_memory_still(const Sequence& sequence);
   LackOfMemory start_from_prefix_cache(Sequence& sequence);
   bool grow(Sequence& sequence, int64_t tokens, SchedulerOutput& output);
@@ -129,6 +133,8 @@ class Scheduler {
   Sequences in_step_;            // the step in flight, in its order
   StepId last_step_;
   bool in_flight_ = false;
+  StepPace pace_;
+  int64_t answers_ = 0;                             // in the step in flight: sequences that waited for one token
   int64_t tokens_left_ = 0;                         // of this step's budget
   std::array<int64_t, kModalities> encode_left_{};  // the same
   SchedulerStats counts_;                           // those since the start

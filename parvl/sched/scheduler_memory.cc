@@ -32,6 +32,29 @@ std::string Scheduler::block_key(const Sequence& sequence, int64_t index, uint64
   return key;
 }
 
+// The last of the running ones that can give what is wanted, must give way to `sequence` and is not in this step yet.
+// One that has run before takes from all behind it; one that has not, only from a lower priority: its turn will come.
+Sequence* Scheduler::victim_for(const Sequence& sequence, Wanted wanted) const {
+  const auto has = [wanted](const Sequence& other) {
+    switch (wanted) {
+      case Wanted::kPlace:
+        return true;
+      case Wanted::kBlocks:
+        return !other.blocks.empty();
+      case Wanted::kEncoderBytes:
+        return std::find(other.pinned.begin(), other.pinned.end(), true) != other.pinned.end();
+    }
+    return false;
+  };
+  for (auto candidate = running_.rbegin(); candidate != running_.rend(); ++candidate) {
+    const Sequence& other = **candidate;
+    if (!goes_before(sequence, other)) return nullptr;
+    if (other.in_flight > 0 || other.fetching || !has(other)) continue;
+    if (sequence.admitted || other.request.priority > sequence.request.priority) return *candidate;
+  }
+  return nullptr;
+}
+
 // Whether starting it would fail for the same reason as the last time, at a cost that does not depend on its length.
 // Both what it finds and what it needs may have changed a little meanwhile; then it is told so with the next free
 // block.

@@ -38,6 +38,7 @@ std::string random_record(uint64_t seed) {
   config.max_batched_tokens = 8;
   config.max_seqs = 3;
   config.encoder_cache_bytes = 1000;
+  config.step_s = rng.below(2) == 0 ? 0 : 0.01;
   std::string text;
   parvl::RecordedScheduler scheduler(config, [&text](std::string_view line) { text += line; });
   std::vector<parvl::SlotId> encoding;
@@ -49,7 +50,7 @@ std::string random_record(uint64_t seed) {
     const parvl::SchedulerOutput output = scheduler.schedule(now);
     encoding.clear();
     for (const auto& work : output.encodes) encoding.push_back(work.slot);
-    parvl::StepTokens tokens{output.step, {}};
+    parvl::StepTokens tokens{output.step, {}, rng.uniform() / 20};
     for (const auto& work : output.sequences) {
       if (work.samples) tokens.tokens.push_back(static_cast<int32_t>(rng.below(3)));
     }

@@ -85,6 +85,7 @@ SchedulerConfig some_config() {
   config.encoder_cache_bytes = *inRange(100, 400);
   config.prefix_caching = *rc::gen::arbitrary<bool>();
   config.starvation_s = *inRange(1, 31);
+  config.step_s = *rc::gen::element(0.0, 0.02);
   return config;
 }
 
@@ -251,7 +252,7 @@ class Load {
   }
 
   void commit(const SchedulerOutput& output) {
-    StepTokens tokens{output.step, {}};
+    StepTokens tokens{output.step, {}, 0.01 * static_cast<double>(output.step.value % 7)};
     for (const SequenceWork& work : output.sequences) {
       if (work.samples) tokens.tokens.push_back(static_cast<TokenId>(work.id.value % 3));
     }

@@ -55,6 +55,43 @@ TEST(Scheduler, AShortPromptNeedNotWaitForTheWholeOfALongOne) {
   EXPECT_EQ(first_step({make_request(1, 200), make_request(2, 20, {}, 0, 300)}), (Works{{64, false}}));
 }
 
+// A step takes 10 ms and 1 ms a token; it aims at 30 ms, so that 19 tokens of a prompt fit beside one answer.
+TEST(Scheduler, AStepThatAnswersWaitForTakesItsTime) {
+  SchedulerConfig config = small_config();
+  config.max_batched_tokens = 64;
+  config.num_blocks = 200;
+  config.max_model_len = 512;
+  config.step_s = 0.030 / StepPace::kAim;
+  Scheduler scheduler(config);
+  const auto step = [&scheduler] {
+    const SchedulerOutput output = scheduler.schedule(0);
+    StepTokens tokens{output.step, {}, 0.010};
+    std::vector<int64_t> counts;
+    for (const SequenceWork& work : output.sequences) {
+      if (work.samples) tokens.tokens.push_back(7);
+      counts.push_back(work.count);
+      tokens.seconds += 0.001 * static_cast<double>(work.count);
+    }
+    scheduler.commit(tokens);
+    scheduler.check_invariants();
+    return counts;
+  };
+  using Counts = std::vector<int64_t>;
+  ASSERT_TRUE(scheduler.add(make_request(1, 64), 0).ok());
+  EXPECT_EQ(step(), (Counts{64}));  // nobody waits for it
+  EXPECT_EQ(step(), (Counts{1}));
+  ASSERT_TRUE(scheduler.add(make_request(2, 400, {}, 0, 100), 0).ok());
+  EXPECT_EQ(step(), (Counts{1, 16}));
+  for (int i = 0; i < 8; ++i) step();
+  EXPECT_THAT(step(), testing::ElementsAre(1, testing::AllOf(testing::Ge(17), testing::Le(19))));
+  // A short prompt has its part of that.
+  ASSERT_TRUE(scheduler.add(make_request(3, 9, {}, 0, 600), 0).ok());
+  EXPECT_THAT(step(), testing::ElementsAre(1, testing::Ge(8), testing::Ge(8)));
+  scheduler.finish(RequestId{1});
+  scheduler.finish(RequestId{3});
+  EXPECT_EQ(step(), (Counts{64}));
+}
+
 TEST(Scheduler, ComputesTheTextBeforeAnImageWhileItIsEncoded) {
   Scheduler scheduler(small_config());
   ASSERT_TRUE(scheduler.add(make_request(1, 12, {image(1, 5, 4)}), 0).ok());
@@ -266,10 +303,11 @@ TEST(Replay, RefusesWhatNoEngineCouldHaveTold) {
   const std::pair<std::string, std::string> lines[] = {
       {"7", "an object was expected, found 7"},
       {R"({"event":"schedule"})", "a step was scheduled while another is in flight"},
-      {R"({"event":"commit","step":9,"tokens":[1]})", "step 9 is not in flight"},
-      {R"({"event":"commit","step":1,"tokens":[]})", "step 1 gave 0 tokens for 1 sequences"},
-      {R"({"event":"commit","step":1,"tokens":[1,2]})", "step 1 gave 2 tokens for 1 sequences"},
+      {R"({"event":"commit","step":9,"tokens":[1],"seconds":1})", "step 9 is not in flight"},
+      {R"({"event":"commit","step":1,"tokens":[],"seconds":1})", "step 1 gave 0 tokens for 1 sequences"},
+      {R"({"event":"commit","step":1,"tokens":[1,2],"seconds":1})", "step 1 gave 2 tokens for 1 sequences"},
       {R"({"event":"commit","step":1,"tokens":[1.5]})", "'tokens' must hold whole numbers, found 1.5"},
+      {R"({"event":"commit","step":1,"tokens":[1],"seconds":-1})", "a step took -1 seconds"},
       {R"({"event":"commit_failed","step":2})", "step 2 is not in flight"},
       {R"({"event":"commit_encode","slot":4,"ok":true})", "nothing is being encoded into slot 4"},
       {R"({"event":"commit_kv","id":1,"ok":true})", "the request 1 fetches no keys and values"},

@@ -140,6 +140,7 @@ TEST(PoolsWire, TokensResultsFailuresAndCountsComeOutAsTheyWentIn) {
   options.load.dtype = "float32";
   options.load.memory_utilization = 0.25;
   options.max_seqs = 3;
+  options.step_s = 0.05;
   options.prefix_caching = false;
   wire::Assign assign, twice;
   write_options(options, assign);
@@ -147,6 +148,7 @@ TEST(PoolsWire, TokensResultsFailuresAndCountsComeOutAsTheyWentIn) {
   EXPECT_EQ(twice.DebugString(), assign.DebugString());
   EXPECT_EQ(read_options(assign).load.memory_utilization, 0.25);
   EXPECT_FALSE(read_options(assign).prefix_caching);
+  EXPECT_EQ(read_options(assign).step_s, 0.05);
 }
 
 // What passes through the gateway says where keys and values lie, however many there are.

@@ -239,6 +239,7 @@ void write_options(const EngineOptions& options, wire::Assign& out) {
   out.set_memory_limit_bytes(options.load.memory_limit_bytes);
   out.set_max_seqs(options.max_seqs);
   out.set_max_batched_tokens(options.max_batched_tokens);
+  out.set_step_s(options.step_s);
   out.set_kv_cache_bytes(options.kv_cache_bytes);
   out.set_encoder_cache_bytes(options.encoder_cache_bytes);
   out.set_prefix_caching(options.prefix_caching);
@@ -258,6 +259,7 @@ EngineOptions read_options(const wire::Assign& message) {
   out.load.memory_limit_bytes = message.memory_limit_bytes();
   out.max_seqs = message.max_seqs();
   out.max_batched_tokens = message.max_batched_tokens();
+  out.step_s = message.step_s();
   out.kv_cache_bytes = message.kv_cache_bytes();
   out.encoder_cache_bytes = message.encoder_cache_bytes();
   out.prefix_caching = message.prefix_caching();
