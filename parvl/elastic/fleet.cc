@@ -75,7 +75,10 @@ void Fleet::carry_out(Instance& instance, const std::vector<InstanceAction>& act
     if (action.kind == Order::kClose) instance.open = false;
     if (action.kind == Order::kFence) instance.begin_cold(settings_);
     out.push_back(InstanceOrder{instance.id, action});
-    if (action.kind == Order::kMove) move_all(instance, at_s, out);
+    if (action.kind == Order::kMove) {
+      instance.must_move = instance.life.finishes();
+      if (!instance.must_move) move_all(instance, at_s, out);
+    }
     if (action.kind == Order::kOpen) place_parked(at_s, out);
   }
 }
@@ -254,11 +257,14 @@ std::optional<RequestEvent> Fleet::place(RequestId id, Request& request, const R
 std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAction& action) const {
   const bool encodes = action.kind == Do::kPlaceEncoding;
   const Instance* const failed = encodes ? request.failed_encoding[action.item] : request.failed_generating;
-  // Who has just failed comes last, and who has added the encoder after those whose work it is.
-  enum { kFirst, kAdded, kFailed };
-  std::array<std::vector<InstanceLoad>, kFailed + 1> loads;
+  // Who has added the encoder comes after those whose work it is, then who has just failed, and last who takes nothing
+  // new: it finishes what is under way.
+  const bool under_way = action.attempt > 1 || (!encodes && request.what.shape.items > 0);
+  enum { kFirst, kAdded, kFailed, kLeaving };
+  std::array<std::vector<InstanceLoad>, kLeaving + 1> loads;
   for (const auto& instance : instances_) {
-    const bool own = instance->open && pool_of(*instance).*asked(action);
+    const bool leaving = under_way && instance->life.finishes();
+    const bool own = (instance->open || leaving) && pool_of(*instance).*asked(action);
     if (!own && !(encodes && this->encodes(*instance))) continue;
     InstanceLoad load;
     load.id = instance->id;
@@ -274,7 +280,7 @@ std::optional<InstanceId> Fleet::choose(const Request& request, const RequestAct
     } else {
       load.cached_tokens = static_cast<int64_t>(instance->prefixes.match(request.what.chain)) * settings_.block_tokens;
     }
-    loads[instance.get() == failed ? kFailed : own ? kFirst : kAdded].push_back(load);
+    loads[leaving ? kLeaving : instance.get() == failed ? kFailed : own ? kFirst : kAdded].push_back(load);
   }
   std::optional<InstanceId> chosen;
   for (size_t i = 0; i < loads.size() && !chosen.has_value(); ++i) {
@@ -297,11 +303,39 @@ void Fleet::place_parked(double at_s, Actions& out) {
   }
 }
 
+bool Fleet::is_last(const Instance& instance, bool FleetPool::*does) const {
+  return pool_of(instance).*does && std::none_of(instances_.begin(), instances_.end(), [&](const auto& one) {
+           return one->open && (pool_of(*one).*does || (does == &FleetPool::encodes && this->encodes(*one)));
+         });
+}
+
+// Of a draining one: what runs there can go on nowhere else.
+bool Fleet::is_last(const Instance& instance) const {
+  if (is_last(instance, &FleetPool::encodes) || is_last(instance, &FleetPool::generates) ||
+      is_last(instance, &FleetPool::takes_over)) {
+    return true;
+  }
+  // Elsewhere images would have to be encoded again.
+  return !any_encodes() && std::any_of(requests_.begin(), requests_.end(), [&](const auto& one) {
+    return one.second->what.shape.items > 0 && one.second->uses(instance);
+  });
+}
+
+// Likewise: requests under way may come to need it. New ones are not taken while nobody else is there, so it ends.
+bool Fleet::is_awaited(const Instance& instance) const {
+  return !requests_.empty() && (is_last(instance, &FleetPool::generates) || is_last(instance, &FleetPool::takes_over));
+}
+
 // What follows from how things stand now, whatever has happened: one that is to go, and on which nothing is left, goes;
 // the encoder is added where it is missing, and given back where it is not needed any more.
 void Fleet::settle(double at_s, Actions& out) {
   for (const auto& instance : instances_) {
-    if (instance->life.state() != State::kDraining || instance->busy()) continue;
+    if (!instance->life.finishes()) continue;
+    if (instance->must_move && !is_last(*instance)) {
+      instance->must_move = false;
+      move_all(*instance, at_s, out);
+    }
+    if (!instance->life.finishes() || instance->busy() || is_awaited(*instance)) continue;
     const InstanceEvent idle = {.kind = InstanceEvent::Kind::kIdle, .at_s = at_s, .epoch = instance->life.epoch()};
     carry_out(*instance, instance->life.handle(idle), at_s, out);
   }

@@ -76,6 +76,9 @@ class Fleet {
   std::optional<InstanceId> choose(const Request& request, const RequestAction& action) const;
   void move_all(Instance& instance, double at_s, Actions& out);
   void place_parked(double at_s, Actions& out);
+  bool is_last(const Instance& instance, bool FleetPool::*does) const;
+  bool is_last(const Instance& instance) const;
+  bool is_awaited(const Instance& instance) const;
   void settle(double at_s, Actions& out);
   bool encodes(const Instance& instance) const;
   bool any_encodes() const;

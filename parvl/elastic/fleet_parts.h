@@ -26,6 +26,7 @@ struct Fleet::Instance {
   std::vector<StepDeadline> steps;  // by lane
   PrefixIndex prefixes, images;
   bool open = false;
+  bool must_move = false;  // its time to finish is over: what is left there goes as soon as somebody can take it
   InstanceRoom room;
   int64_t free_kv_tokens = 0;  // as it said last
   int64_t generations = 0, encodings = 0, held = 0;
@@ -46,6 +47,7 @@ struct Fleet::Instance {
     for (size_t lane = 0; lane < kStepLanes; ++lane) steps.emplace_back(settings.first_step_s, settings.step);
     room = {};
     added = AddedEncoder::kNone;
+    must_move = false;
     not_before_s = -kNever;
   }
 };

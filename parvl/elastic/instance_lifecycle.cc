@@ -88,9 +88,8 @@ std::vector<InstanceAction> InstanceLifecycle::tick(double at_s) {
   if (state_ == State::kWarming) return fail(at_s, "it was not warm in time");
   PARVL_CHECK(state_ == State::kDraining, "only a ready or ended instance has no limit of time");
   if (released_) return fail(at_s, "its process did not end in time");
-  Actions out = {action(Do::kMove)};
-  for (const InstanceAction& next : release(at_s)) out.push_back(next);
-  return out;
+  deadline_s_ = kNever;
+  return {action(Do::kMove)};
 }
 
 // From its own words.

@@ -63,7 +63,7 @@ struct InstanceAction {
     kWarm,     // let it encode and decode something
     kOpen,     // requests may go there
     kClose,    // no new ones
-    kMove,     // what still runs there goes on elsewhere
+    kMove,     // what still runs there goes on elsewhere; of a draining one as far as somebody can take it
     kFence,    // nothing of this epoch counts any more: its memory, its messages
     kRelease,  // let it give its modules back and end
     kKill,
@@ -87,6 +87,8 @@ class InstanceLifecycle {
   std::vector<InstanceAction> handle(const InstanceEvent& event);
 
   InstanceState state() const { return state_; }
+  // It takes no new requests, and computes what it has.
+  bool finishes() const { return state_ == InstanceState::kDraining && !released_; }
   int64_t epoch() const { return epoch_; }
   int64_t stale_events() const { return stale_; }
   int64_t failures() const { return failures_; }

@@ -215,23 +215,6 @@ TEST(Fleet, AnAnswerWaitsForADecodePoolThatComesBack) {
   EXPECT_EQ(world.clients[1].delivered, 3);
 }
 
-TEST(Fleet, DrainingOneEndsWhenNothingRunsThere) {
-  World world(two_pools());
-  world.open_all();
-  world.arrive(1, 0, 2);
-  world.take(world.fleet.instance(InstanceId{2}, {.kind = Said::kDrain, .at_s = world.now}));
-  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kDraining);
-  world.arrive(2, 0, 1);
-  EXPECT_EQ(world.processes[3].generations.size(), 1u);
-  world.work(InstanceId{2});
-  EXPECT_NE(world.processes[2].orders.back(), Order::kRelease);
-  world.work(InstanceId{2});
-  EXPECT_EQ(world.processes[2].orders.back(), Order::kRelease);
-  world.die(InstanceId{2});
-  EXPECT_EQ(world.fleet.fleet().instances()[2].state, State::kGone);
-  EXPECT_EQ(world.clients[1].ends, 1);
-}
-
 // Whatever dies, comes back, drains or leaves in whatever order: each request ends once with all its tokens, or with a
 // reason, and nothing stays counted.
 RC_GTEST_PROP(Fleet, EveryRequestEndsOnce, ()) {

@@ -65,9 +65,14 @@ TEST_F(InstanceTest, WhatIsNotFinishedWhenTheDrainIsOverMoves) {
   make_ready(1);
   happens(Kind::kDrain, 2);
   for (double at_s = 3; at_s < 32; ++at_s) EXPECT_THAT(happens(Kind::kAlive, at_s), IsEmpty());
-  EXPECT_THAT(happens(Kind::kTick, 32), ElementsAre(Do::kMove, Do::kRelease));
-  EXPECT_THAT(happens(Kind::kTick, 41), IsEmpty()) << "it owes no more words";
-  EXPECT_THAT(happens(Kind::kTick, 42), ElementsAre(Do::kFence, Do::kKill)) << "nothing is left there to move";
+  EXPECT_THAT(happens(Kind::kTick, 32), ElementsAre(Do::kMove));
+  EXPECT_TRUE(instance_.finishes()) << "what nobody else can take stays";
+  happens(Kind::kAlive, 34);
+  EXPECT_THAT(happens(Kind::kTick, 36.9), IsEmpty());
+  EXPECT_THAT(happens(Kind::kIdle, 36.9), ElementsAre(Do::kRelease));
+  EXPECT_FALSE(instance_.finishes());
+  EXPECT_THAT(happens(Kind::kTick, 46), IsEmpty()) << "it owes no more words";
+  EXPECT_THAT(happens(Kind::kTick, 46.9), ElementsAre(Do::kFence, Do::kKill)) << "nothing is left there to move";
   EXPECT_EQ(instance_.state(), State::kGone);
 }
 

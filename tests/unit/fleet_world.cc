@@ -43,8 +43,12 @@ void World::work(InstanceId id) {
 void World::obey(const RequestOrder& order) {
   const int64_t id = order.request.value;
   const RequestAction& action = order.action;
-  const auto open = [&] { return fleet.fleet().instances()[static_cast<size_t>(action.instance.value)].open; };
   Process& process = processes[action.instance.value];
+  // Of requests under way a draining one may get more.
+  const auto open = [&] {
+    const InstanceView one = fleet.fleet().instance(action.instance);
+    return one.open || (one.state == State::kDraining && process.orders.back() != Order::kRelease);
+  };
   switch (action.kind) {
     case Do::kEncode:
       EXPECT_TRUE(open()) << "work for one that takes none";
