@@ -1,4 +1,7 @@
 // The limits of transfers: how much memory a source gives out, what a sink keeps mapped, and when room is told.
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <atomic>
 
 #include "tests/unit/transfer_fixture.h"
@@ -49,6 +52,32 @@ TEST(TransferBoundTest, ItemsAreCounted) {
   EXPECT_THAT(source->reserve(one_tensor(8)).status().message(), HasSubstr("all 3 items"));
   EXPECT_TRUE(source->drop(handles[1].item));
   EXPECT_TRUE(source->reserve(one_tensor(8)).ok());
+}
+
+// What is kept for readers leaves the process the descriptors that it needs to let them in.
+TEST(TransferBoundTest, MemoryDoesNotTakeTheLastDescriptors) {
+  const auto source = start_source();
+  rlimit was{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &was), 0);
+  const int next = ::dup(0);
+  ::close(next);
+  const rlimit few{static_cast<rlim_t>(next) + 164, was.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::vector<TransferHandle> handles;
+  for (;;) {
+    auto region = source->reserve(one_tensor(8));
+    if (!region.ok()) {
+      EXPECT_EQ(region.status().code(), absl::StatusCode::kResourceExhausted);
+      break;
+    }
+    handles.push_back(source->publish(*std::move(region), {}));
+  }
+  EXPECT_GT(handles.size(), 50u);
+  EXPECT_LT(handles.size(), 128u);
+  EXPECT_TRUE(start_sink(sink_options())->pull(handles.back(), 10).ok()) << "a reader comes in";
+  for (const TransferHandle& handle : handles) source->drop(handle.item);
+  EXPECT_TRUE(source->reserve(one_tensor(1 << 20)).ok()) << "free memory of another size makes room";
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &was), 0);
 }
 
 // Sizes that change make free memory of old sizes go, not the bound.

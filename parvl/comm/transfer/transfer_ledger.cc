@@ -52,8 +52,11 @@ absl::StatusOr<TransferLedger::Memory> TransferLedger::take_memory(int64_t bytes
                                                        " of the ", limits_.bytes, " bytes of transfer memory"));
     }
   }
-  PARVL_ASSIGN_OR_RETURN(std::unique_ptr<SharedSlab> memory, SharedSlab::create(wanted, label_));
-  return Memory{next_slab_++, std::move(memory)};
+  for (;;) {
+    auto memory = SharedSlab::create(wanted, label_);
+    if (memory.ok()) return Memory{next_slab_++, *std::move(memory)};
+    if (!absl::IsResourceExhausted(memory.status()) || !evict_one()) return memory.status();
+  }
 }
 
 absl::StatusOr<TransferId> TransferLedger::reserve(int64_t bytes) {

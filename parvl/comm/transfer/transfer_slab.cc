@@ -2,9 +2,11 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -12,10 +14,18 @@ namespace parvl {
 namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr rlim_t kOtherDescriptors = 64;  // which memory that is kept for others must not take from their connections
 
 absl::Status no_memory(const std::string& what, int64_t bytes) {
   return absl::ResourceExhaustedError(
       absl::StrCat("cannot ", what, " ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+}
+
+// The system gives out the lowest number that is free.
+bool is_one_of_the_last(const FileDescriptor& descriptor) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return false;
+  return static_cast<rlim_t>(descriptor.get()) >= limit.rlim_cur - std::min(kOtherDescriptors, limit.rlim_cur / 4);
 }
 
 }  // namespace
@@ -32,6 +42,9 @@ absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::create(int64_t bytes, co
   }
   FileDescriptor read_only(::open(absl::StrCat("/proc/self/fd/", own.get()).c_str(), O_RDONLY | O_CLOEXEC));
   if (!read_only) return no_memory("open", bytes);
+  if (is_one_of_the_last(read_only)) {
+    return absl::ResourceExhaustedError("too few descriptors are left for more shared memory (`ulimit -n`)");
+  }
   void* const data = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, own.get(), 0);
   if (data == MAP_FAILED) return no_memory("map", bytes);
   return std::unique_ptr<SharedSlab>(new SharedSlab(std::move(read_only), static_cast<std::byte*>(data), bytes));
