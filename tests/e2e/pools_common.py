@@ -83,8 +83,10 @@ class Pools(Server):
         found = re.findall(r"instance (\d+) of (\S+) \(process (\d+)\) takes on", "".join(self.errors))
         return {int(instance): (pool, int(pid)) for instance, pool, pid in found}
 
-    def figure(self, name):
-        values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", self.request("GET", "/metrics")[2], re.MULTILINE)
+    def figure(self, name, label=""):
+        """The sum of those of its series that have the label, as it stands in the text: NAME="VALUE"."""
+        labels = rf"\{{[^}}]*{re.escape(label)}[^}}]*\}}" if label else r"(?:\{[^}]*\})?"
+        values = re.findall(rf"^{re.escape(name)}{labels} (\S+)$", self.request("GET", "/metrics")[2], re.MULTILINE)
         assert values, f"/metrics has no {name}"
         return sum(map(float, values))
 
