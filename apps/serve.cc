@@ -111,6 +111,18 @@ absl::Status read_sizes(ServeFlags& flags) {
                    flags.engine.pipeline_stages);
 }
 
+// What an allocation says of its own is not taken from a flag as well, of which nobody could tell which one counts.
+absl::Status check_given_twice(const ServeFlags& flags) {
+  if (flags.config.empty()) return absl::OkStatus();
+  if (flags.engine.load.device != EngineOptions().load.device) {
+    return invalid("--device is of a server without --config; give --device-map CLASS=", flags.engine.load.device,
+                   " for each class of the allocation");
+  }
+  if (flags.serve.max_queue == ServeOptions().max_queue) return absl::OkStatus();
+  return invalid("--max-queue is of a server without --config; an allocation says it for each queue: queues: {text: ",
+                 "{limit: ", flags.serve.max_queue, "}}");
+}
+
 // None without an allocation file. Prints what became of it where that is asked for: then it is `done`.
 absl::StatusOr<std::optional<PoolServing>> read_placement(const ServeFlags& flags, bool& done) {
   if (flags.config.empty()) {
@@ -209,6 +221,7 @@ absl::Status run_serve(ServeFlags& flags, const Context& context) {
   const StopSignal signal;
   set_log_format(flags.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   PARVL_RETURN_IF_ERROR(read_sizes(flags));
+  PARVL_RETURN_IF_ERROR(check_given_twice(flags));
   bool done = false;
   PARVL_ASSIGN_OR_RETURN(const std::optional<PoolServing> pools, read_placement(flags, done));
   if (done) return absl::OkStatus();

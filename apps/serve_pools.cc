@@ -125,21 +125,66 @@ absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::str
 
 namespace {
 
+// FILE:LINE: 'KEY' of what cuts the module over several devices of an instance in a way that `cut` names.
+std::string cut_place(const Allocation& allocation, const PoolPlan& pool, ModuleName name,
+                      std::initializer_list<std::pair<const char*, std::optional<int64_t> ModuleSpec::*>> cut) {
+  for (const ModuleSpec& module : allocation.modules) {
+    if (module.pool != pool.name || module.module != name) continue;
+    for (const auto& [key, size] : cut) {
+      if ((module.*size).value_or(1) > 1) return absl::StrCat(module.where.at(key), " (", *(module.*size), ")");
+    }
+    return module.where.at("pool");  // it follows another module there
+  }
+  return allocation.file;
+}
+
 // What is moved between a prefill and a decode instance lies on one device of each.
 absl::Status check_half(const Allocation& allocation, const PoolPlan& pool) {
   const bool half = pool.role == PoolRole::kPrefill || pool.role == PoolRole::kDecode;
   if (!half || pool.devices_an_instance == 1) return absl::OkStatus();
+  return absl::UnimplementedError(absl::StrCat(
+      cut_place(allocation, pool, ModuleName::kBackbone,
+                {{"tp_size", &ModuleSpec::tp},
+                 {"pp_size", &ModuleSpec::pp},
+                 {"sp_size", &ModuleSpec::sp},
+                 {"dp_size", &ModuleSpec::dp}}),
+      ": an instance of several devices with the role ", std::string(kRoleNames[static_cast<size_t>(pool.role)]),
+      " is not available yet; leave it out, or give ", pool.name, " the role llm"));
+}
+
+// Over the devices of an instance the LLM is cut by tensors and layers; its encoder is whole, on each.
+absl::Status check_cut(const Allocation& allocation, const PoolPlan& pool, const PlacedModule& placed) {
+  const ModuleLayout& layout = placed.layout;
+  const std::string name(kModuleNames[static_cast<size_t>(placed.module)]);
+  if (placed.module == ModuleName::kBackbone) {
+    if (layout.tp * layout.pp == layout.product()) return absl::OkStatus();
+    return absl::UnimplementedError(absl::StrCat(
+        cut_place(allocation, pool, placed.module, {{"sp_size", &ModuleSpec::sp}, {"dp_size", &ModuleSpec::dp}}), ": ",
+        name, " cut so is not available yet; leave it out: valid here are tp_size and pp_size, or more replicas"));
+  }
+  if (layout.product() == 1 || (layout.dp == layout.product() && pool.role == PoolRole::kLlm)) return absl::OkStatus();
+  return absl::UnimplementedError(absl::StrCat(cut_place(allocation, pool, placed.module,
+                                                         {{"tp_size", &ModuleSpec::tp},
+                                                          {"pp_size", &ModuleSpec::pp},
+                                                          {"sp_size", &ModuleSpec::sp},
+                                                          {"dp_size", &ModuleSpec::dp}}),
+                                               ": ", name,
+                                               " over several devices of an instance is not available yet; ",
+                                               "leave it out, and give more replicas"));
+}
+
+// What passes between the encoder and the projector is not sent.
+absl::Status check_together(const Allocation& allocation, const PoolPlan& pool) {
+  const auto holds = [&pool](ModuleName name) {
+    return std::any_of(pool.modules.begin(), pool.modules.end(),
+                       [name](const PlacedModule& placed) { return placed.module == name; });
+  };
+  if (holds(ModuleName::kVisionEncoder) == holds(ModuleName::kProjector)) return absl::OkStatus();
   for (const ModuleSpec& module : allocation.modules) {
-    if (module.pool != pool.name || module.module != ModuleName::kBackbone) continue;
-    const std::pair<const char*, std::optional<int64_t>> sizes[] = {
-        {"tp_size", module.tp}, {"pp_size", module.pp}, {"sp_size", module.sp}, {"dp_size", module.dp}};
-    for (const auto& [key, size] : sizes) {
-      if (size.value_or(1) == 1) continue;
-      return absl::UnimplementedError(
-          absl::StrCat(module.where.at(key), " (", *size, "): an instance of several devices with the role ",
-                       std::string(kRoleNames[static_cast<size_t>(pool.role)]),
-                       " is not available yet; leave it out, or give ", pool.name, " the role llm"));
-    }
+    if (module.module != ModuleName::kProjector) continue;
+    return absl::UnimplementedError(absl::StrCat(module.where.at("pool"), " (", module.pool,
+                                                 "): a projector apart from its encoder is not available yet; ",
+                                                 "leave projector out, and it is where vision_encoder is"));
   }
   return absl::OkStatus();
 }
@@ -163,20 +208,10 @@ absl::Status check_mix(const Allocation& allocation, const PlacementPlan& plan) 
 
 absl::Status check_servable(const Allocation& allocation, const PlacementPlan& plan) {
   PARVL_RETURN_IF_ERROR(check_mix(allocation, plan));
-  const std::string instead = "; --print-config shows what became of it";
   for (const PoolPlan& pool : plan.pools) {
-    if (const absl::Status status = check_half(allocation, pool); !status.ok()) return status;
-    for (const PlacedModule& placed : pool.modules) {
-      // Over the devices of an instance the LLM is cut by tensors and layers; its encoder is whole, on each.
-      const ModuleLayout& layout = placed.layout;
-      const bool llm = placed.module == ModuleName::kBackbone, data = layout.tp * layout.pp * layout.sp == 1;
-      if (llm ? layout.tp * layout.pp == layout.product() : data && pool.role == PoolRole::kLlm) continue;
-      if (layout.product() == 1) continue;
-      return absl::UnimplementedError(
-          absl::StrCat("pool ", pool.name, ": ", std::string(kModuleNames[static_cast<size_t>(placed.module)]),
-                       " over ", layout.product(), " devices of an instance is not available yet but for an LLM with ",
-                       "parallel: tensor or pipeline", instead));
-    }
+    PARVL_RETURN_IF_ERROR(check_half(allocation, pool));
+    PARVL_RETURN_IF_ERROR(check_together(allocation, pool));
+    for (const PlacedModule& placed : pool.modules) PARVL_RETURN_IF_ERROR(check_cut(allocation, pool, placed));
   }
   return absl::OkStatus();
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <absl/strings/str_cat.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -13,21 +14,23 @@
 namespace parvl {
 namespace {
 
+constexpr char kUseCpu[] = "use --device cpu (with an allocation: --device-map CLASS=cpu)";
+
 // Loads what PyTorch registers CUDA with. The library is found beside libtorch_cpu (this program's run path) or through
 // the loader's usual places.
 absl::Status load_cuda() {
   // PyTorch looks for CUDA once, at the first question, so nothing may ask before the library is there.
   if (dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
     return absl::FailedPreconditionError(
-        "no GPU: the NVIDIA driver's libcuda.so.1 is not on this machine; use --device cpu");
+        absl::StrCat("no GPU: the NVIDIA driver's libcuda.so.1 is not on this machine; ", kUseCpu));
   }
   // Lazy: of the libraries it links, only those that are called need to be complete.
   if (dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_GLOBAL) == nullptr) {
     return absl::FailedPreconditionError(absl::StrCat("libtorch_cuda.so does not load (", dlerror(),
-                                                      "); install PyTorch's CUDA libraries or use --device cpu"));
+                                                      "); install PyTorch's CUDA libraries or ", kUseCpu));
   }
   if (!at::hasCUDA() || at::detail::getCUDAHooks().deviceCount() == 0) {
-    return absl::FailedPreconditionError("the NVIDIA driver reports no GPU; use --device cpu");
+    return absl::FailedPreconditionError(absl::StrCat("the NVIDIA driver reports no GPU; ", kUseCpu));
   }
   return absl::OkStatus();
 }

@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import tempfile
 import unittest
@@ -38,10 +39,32 @@ class Allocations(unittest.TestCase):
                                     (("0.75", "7.5"), (), "allocation.yaml:11: 'scheduler.expand_threshold'"),
                                     (("", ""), ("--device-map", "gpu-25gb=cpu"), "--device-map names the device class 'gpu-25gb'"),
                                     (("parallel: tensor, tp_size: 2", "parallel: sequence, sp_size: 2"), (),
-                                     "pool llm-pool: llm_backbone over 2 devices of an instance is not available yet")):
+                                     "allocation.yaml:8: 'model.modules.llm_backbone.sp_size' (2): llm_backbone cut so is not available yet; leave it out: valid here are tp_size"),
+                                    (("parallel: tensor, tp_size: 2", "dp_size: 2"), (), "allocation.yaml:8: 'model.modules.llm_backbone.dp_size' (2): llm_backbone cut so"),
+                                    (("data, replicas", "tensor, tp_size: 2, replicas"), (),
+                                     "allocation.yaml:7: 'model.modules.vision_encoder.tp_size' (2): vision_encoder over several devices of an instance is not available yet"),
+                                    (("    llm_backbone:", "    projector: {pool: llm-pool}\n    llm_backbone:"), (),
+                                     "allocation.yaml:8: 'model.modules.projector.pool' (llm-pool): a projector apart from its encoder is not available yet"),
+                                    (("", ""), ("--device", "cpu"), "--device is of a server without --config; give --device-map CLASS=cpu for each class"),
+                                    (("", ""), ("--max-queue", "9"), "--max-queue is of a server without --config; an allocation says it for each queue: queues: {text: {limit: 9}}")):
             code, out, err = self.serve(EXAMPLE.replace(*change) if change[0] else EXAMPLE, *flags)
             self.assertEqual((code, out), (2, ""), err)
-            self.assertTrue(err.splitlines()[-1].startswith(f"parvl: {says}"), err)
+            self.assertTrue(err.startswith(f"parvl: {says}"), err)  # the only line: nothing was started
+
+    def test_a_machine_without_gpus_is_told_the_flag_that_helps(self):
+        if os.path.exists("/dev/nvidiactl"):
+            self.skipTest("this machine has a GPU")
+        code, _, err = self.serve(EXAMPLE, "--port", "0")
+        self.assertEqual(code, 2, err)
+        self.assertRegex(err.splitlines()[-1], r"cannot start: no GPU: .*--device-map CLASS=cpu")
+
+    def test_the_allocations_of_the_documentation_are_valid(self):
+        blocks = re.findall(r"```yaml\n(.*?)```", (EXAMPLES.parent / "docs" / "allocation.md").read_text(), re.DOTALL)
+        self.assertGreaterEqual(len(blocks), 4)
+        for block in blocks:
+            code, out, err = self.serve(block, "--print-config")
+            self.assertEqual((code, err), (0, ""), block)
+            self.assertEqual([{"prefill-pool", "decode-pool"} <= set(json.loads(out)["pools"])], ["role: prefill" in block])
 
     def test_the_slo_bounds_the_steps_that_answers_wait_for(self):
         """Beside an answer a prompt goes in pieces where no step is quick enough, and in one step where nothing is asked of it."""
