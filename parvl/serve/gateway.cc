@@ -235,7 +235,10 @@ asio::awaitable<void> Gateway::reply_profile(HttpConnection& connection, bool st
 Json Gateway::model_card(const std::string& name) const {
   const Engine& engine = *model_->engine;
   Json modules = Json::object();
-  for (const auto& [module, where] : engine.places()) modules[module] = where;
+  for (const auto& [module, where] : engine.places()) {
+    const std::string before = modules.contains(module) ? modules[module].get<std::string>() + ", " : "";
+    modules[module] = before + where;
+  }
   return {{"id", name},
           {"object", "model"},
           {"created", created_},

@@ -222,6 +222,7 @@ class Drain(unittest.TestCase):
             self.assertEqual(sorted(codes), [0] + [200] * 16)
             with self.assertRaises(ProcessLookupError):
                 os.kill(busy["pids"][0], 0)
+            self.assertEqual(seen[-1]["instances"][0]["pids"], [], "a number that another process may have by now")
             self.assertEqual(ctl("drain", "--instance", "0", "--target", server.admin)[0::2], (1, f"parvl: '{server.admin}': instance 0 is gone already"))
             self.assertEqual(server.chat(messages=ask("more"), max_tokens=2)[0], 200)
             self.assertEqual(server.stop(), 0)

@@ -81,9 +81,11 @@ class Roles(Compared, unittest.TestCase):
                     self.assert_same(got, want)
                     where = got.usage["ran_on"]
                     self.assertRegex(where["llm_backbone"], r"^instance \d of prefill-pool" + (r"$" if kind == "one token" else r", then \d of decode-pool$"))
-                    if name != "text" and encoder == "apart":
-                        self.assertRegex(where["vision_encoder"], r"^instance \d of encoder-pool$")
+                    encoded = {"apart": r"^instance \d of encoder-pool$", "inside": r"^instance \d of prefill-pool$"}[encoder]
+                    self.assertRegex(where.get("vision_encoder", ""), "^$" if name == "text" else encoded)
             self.assertEqual(self.three_choices(server), self.choices)
+            modules = server.request("GET", "/v1/models")[2]["data"][0]["parvl"]["modules"]
+            self.assertEqual(modules["llm_backbone"], "prefill-pool (1 instance on cpu), decode-pool (2 instances on cpu)")
             answers = [Waiting(server, self.asked[name], **ALL_KINDS[kind]) for _ in range(3) for name, kind in self.want]
             for answer, want in zip(answers, 3 * list(self.want.values())):
                 self.assert_same(answer.result(), want)

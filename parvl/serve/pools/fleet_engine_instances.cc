@@ -216,6 +216,7 @@ void FleetEngine::act(const InstanceOrder& order) {
       fence(order.instance, order.action.epoch);
       add_counts(past_, std::exchange(link.counts, {}));
       link.stream.reset();
+      link.pids.clear();  // soon other processes may have them
       const InstanceView view = fleet_.fleet().instance(order.instance);
       if (view.state == InstanceState::kGone) return log_info(name, " is gone");
       return log_warning(name, " failed (", view.reason, "); it is started again, and its requests go on elsewhere");

@@ -161,7 +161,10 @@ void FleetEngine::generate(const RequestOrder& order, Live& live) {
   if (live.items.empty()) {
     // The instance encodes them; whoever goes on has them in what it is given.
     const bool has_kv = order.action.kind == RequestAction::Kind::kDecode;
-    for (const auto& image : live.request.prompt->images) places.push_back({has_kv ? "" : image->place->handle(), ""});
+    for (const auto& image : live.request.prompt->images) {
+      places.push_back({has_kv ? "" : image->place->handle(), ""});
+      if (!has_kv) note(live.encoded_on, order.action.instance);
+    }
   }
   wire::Command command;
   wire::Generate& message = *command.mutable_generate();
