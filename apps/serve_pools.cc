@@ -8,6 +8,8 @@
 #include <set>
 
 #include "apps/local_instances.h"
+#include "parvl/base/env.h"
+#include "parvl/base/gpu_driver.h"
 #include "parvl/base/log.h"
 #include "parvl/base/memory.h"
 #include "parvl/base/shared_block.h"
@@ -50,6 +52,17 @@ ModuleLayout backbone_layout(const PoolPlan& pool) {
 int64_t ranks_of(const PoolPlan& pool) { return backbone_layout(pool).product(); }
 
 bool is_on_cpu(const PoolServing& pools, const PoolPlan& pool) { return device_of(pools, pool) == "cpu"; }
+
+// On this machine's GPUs; nothing is asked of the driver where all compute on the CPU.
+absl::StatusOr<GpuPlacement> place_here(const PoolServing& pools) {
+  std::vector<const PoolPlan*> on_gpus;
+  for (const PoolPlan& pool : pools.plan.pools) {
+    if (!is_on_cpu(pools, pool)) on_gpus.push_back(&pool);
+  }
+  if (on_gpus.empty()) return GpuPlacement();
+  PARVL_ASSIGN_OR_RETURN(const int64_t count, count_gpus());
+  return place_on_gpus(on_gpus, gpu_names(get_env("CUDA_VISIBLE_DEVICES"), count));
+}
 
 // Of all ranks of an instance.
 int64_t weight_bytes(const PoolPlan& pool) { return pool.weight_bytes * ranks_of(pool); }
@@ -224,11 +237,10 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
                                                     const Context& context) {
   const EngineOptions& engine = base.engine;
   FleetOptions options;
-  std::map<std::string, std::string> devices;
+  PARVL_ASSIGN_OR_RETURN(GpuPlacement gpus, place_here(pools));
   PARVL_ASSIGN_OR_RETURN(const SharedWeights shared, share_weights(pools));
   const int64_t room = cpu_room(pools, shared);
   for (const PoolPlan& pool : pools.plan.pools) {
-    devices[pool.name] = device_of(pools, pool);
     const auto holds = [&pool](ModuleName module) {
       return std::any_of(pool.modules.begin(), pool.modules.end(),
                          [&](const PlacedModule& placed) { return placed.module == module; });
@@ -240,7 +252,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
                                    .hands_over = pool.role == PoolRole::kPrefill,
                                    .takes_over = pool.role == PoolRole::kDecode});
     EngineOptions own = engine;
-    own.load.device = devices[pool.name];
+    own.load.device = device_of(pools, pool);
     own.step_s = pools.allocation.tpot_ms * 1e-3;
     own.tensor_ranks = backbone_layout(pool).tp;
     own.pipeline_stages = backbone_layout(pool).pp;
@@ -254,7 +266,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
     options.engines.push_back(own);
     log_info("pool ", pool.name, " (", std::string(kRoleNames[static_cast<size_t>(pool.role)]), "): ", pool.instances,
              pool.instances == 1 ? " instance" : " instances", " with ", modules_text(pool), " on ", pool.device,
-             devices[pool.name] == "cpu" ? " (cpu)" : "");
+             is_on_cpu(pools, pool) ? " (cpu)" : "");
   }
   log_info("each pool keeps its instances: scaling by load is not available yet");
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
@@ -269,7 +281,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   options.watch = [view = base.view](FleetEngine* fleet) { view->show(fleet); };
   std::vector<std::shared_ptr<SharedBlock>> weights;
   for (const auto& [part, blocks] : shared) weights.insert(weights.end(), blocks.begin(), blocks.end());
-  auto starter = make_local_instances(context.program_folder + "/parvl", std::move(devices), std::move(weights));
+  auto starter = make_local_instances(context.program_folder + "/parvl", std::move(gpus), std::move(weights));
   PARVL_ASSIGN_OR_RETURN(auto fleet, FleetEngine::start(std::move(options), std::move(starter), context.clock));
   return std::unique_ptr<Engine>(std::move(fleet));
 }

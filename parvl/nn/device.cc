@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include "parvl/base/gpu_driver.h"
 #include "parvl/base/log.h"
 #include "parvl/base/memory.h"
 #include "parvl/nn/cuda_ops.h"
@@ -14,24 +15,17 @@
 namespace parvl {
 namespace {
 
-constexpr char kUseCpu[] = "use --device cpu (with an allocation: --device-map CLASS=cpu)";
-
 // Loads what PyTorch registers CUDA with. The library is found beside libtorch_cpu (this program's run path) or through
 // the loader's usual places.
 absl::Status load_cuda() {
   // PyTorch looks for CUDA once, at the first question, so nothing may ask before the library is there.
-  if (dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("no GPU: the NVIDIA driver's libcuda.so.1 is not on this machine; ", kUseCpu));
-  }
+  PARVL_RETURN_IF_ERROR(load_gpu_driver().status());
   // Lazy: of the libraries it links, only those that are called need to be complete.
   if (dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_GLOBAL) == nullptr) {
     return absl::FailedPreconditionError(absl::StrCat("libtorch_cuda.so does not load (", dlerror(),
                                                       "); install PyTorch's CUDA libraries or ", kUseCpu));
   }
-  if (!at::hasCUDA() || at::detail::getCUDAHooks().deviceCount() == 0) {
-    return absl::FailedPreconditionError(absl::StrCat("the NVIDIA driver reports no GPU; ", kUseCpu));
-  }
+  if (!at::hasCUDA() || at::detail::getCUDAHooks().deviceCount() == 0) return no_gpu_shown();
   return absl::OkStatus();
 }
 
@@ -67,7 +61,9 @@ void use_deterministic_kernels(at::Device device) {
   at::globalContext().setDeterministicFillUninitializedMemory(false);  // a debugging aid that fills every new tensor
 }
 
-std::string device_text(at::Device device) { return device.str(); }
+std::string device_text(at::Device device) {
+  return device.is_cuda() ? absl::StrCat("cuda:", gpu_number(device.index())) : device.str();
+}
 
 void use_own_stream(at::Device device) {
   if (!device.is_cuda()) return;

@@ -19,7 +19,7 @@ absl::StatusOr<at::Device> select_device(const std::string& name, int64_t local_
 // on the CPU, whose kernels here always repeat.
 void use_deterministic_kernels(at::Device device);
 
-// "cpu", or the GPU's index as "cuda:0".
+// "cpu", or "cuda:2" with the GPU's number on the machine, also where CUDA_VISIBLE_DEVICES shows this process others.
 std::string device_text(at::Device device);
 
 // From here on this thread queues on a stream of its own, so that its work overlaps other threads'. No effect on the

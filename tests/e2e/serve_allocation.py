@@ -56,7 +56,7 @@ class Allocations(unittest.TestCase):
             self.skipTest("this machine has a GPU")
         code, _, err = self.serve(EXAMPLE, "--port", "0")
         self.assertEqual(code, 2, err)
-        self.assertRegex(err.splitlines()[-1], r"cannot start: no GPU: .*--device-map CLASS=cpu")
+        self.assertRegex(err.splitlines()[-1], r"parvl: no GPU: .*--device-map CLASS=cpu")
 
     def test_the_allocations_of_the_documentation_are_valid(self):
         blocks = re.findall(r"```yaml\n(.*?)```", (EXAMPLES.parent / "docs" / "allocation.md").read_text(), re.DOTALL)

@@ -6,9 +6,11 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <tuple>
 
 #include "parvl/base/clock.h"
 #include "parvl/base/env.h"
+#include "parvl/base/gpu_driver.h"
 #include "parvl/base/log.h"
 #include "parvl/base/signal.h"
 #include "parvl/base/text.h"
@@ -132,6 +134,16 @@ TEST(StopSignalDeathTest, OnlyOneAtATime) {
         const StopSignal second;
       },
       "second StopSignal");
+}
+
+TEST(GpuNumber, IsThatOfTheMachine) {
+  for (const auto& [visible, index, number] :
+       {std::tuple("", 1, 1), {"6,2", 0, 6}, {"6,2", 1, 2}, {"6,2", 2, 2}, {"GPU-5a,GPU-6b", 1, 1}, {"-1", 0, 0}}) {
+    setenv("CUDA_VISIBLE_DEVICES", visible, 1);
+    EXPECT_EQ(gpu_number(index), number) << visible;
+  }
+  unsetenv("CUDA_VISIBLE_DEVICES");
+  EXPECT_EQ(gpu_number(3), 3);
 }
 
 }  // namespace

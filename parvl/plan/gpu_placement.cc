@@ -1,0 +1,42 @@
+#include "parvl/plan/gpu_placement.h"
+
+#include <absl/strings/str_join.h>
+#include <absl/strings/str_split.h>
+
+namespace parvl {
+
+absl::StatusOr<GpuPlacement> place_on_gpus(const std::vector<const PoolPlan*>& pools,
+                                           const std::vector<std::string>& gpus) {
+  int64_t needed = 0;
+  std::vector<std::string> needs;
+  for (const PoolPlan* pool : pools) {
+    needed += pool->instances * pool->devices_an_instance;
+    needs.push_back(absl::StrCat(pool->name, " ", pool->instances, " × ", pool->devices_an_instance));
+  }
+  const auto count = static_cast<int64_t>(gpus.size());
+  if (needed > count) {
+    return invalid("the pools need ", needed, needed == 1 ? " GPU (" : " GPUs (", absl::StrJoin(needs, ", "),
+                   "), and this machine has ", count,
+                   "; give them fewer replicas or devices, or compute a class on the CPU: --device-map CLASS=cpu");
+  }
+  GpuPlacement out;
+  auto next = gpus.begin();
+  for (const PoolPlan* pool : pools) {
+    for (int64_t i = 0; i < pool->instances; ++i) {
+      const auto end = next + pool->devices_an_instance;
+      out[pool->name].emplace_back(next, end);
+      next = end;
+    }
+  }
+  return out;
+}
+
+std::vector<std::string> gpu_names(const std::string& visible, int64_t count) {
+  std::vector<std::string> out;
+  if (!visible.empty()) out = absl::StrSplit(visible, ',');
+  for (auto i = static_cast<int64_t>(out.size()); visible.empty() && i < count; ++i) out.push_back(absl::StrCat(i));
+  if (static_cast<int64_t>(out.size()) > count) out.resize(static_cast<size_t>(count));  // CUDA stops at a wrong name
+  return out;
+}
+
+}  // namespace parvl
