@@ -51,6 +51,11 @@ std::vector<InstanceInfo> PoolsView::instances() const {
   return out;
 }
 
+std::vector<EngineStats> PoolsView::stats() const {
+  std::lock_guard lock(mutex_);
+  return fleet_ == nullptr ? std::vector<EngineStats>() : fleet_->stats_by_pool();
+}
+
 FleetView::Parked PoolsView::parked() const {
   std::lock_guard lock(mutex_);
   return fleet_ == nullptr ? Parked{} : Parked{fleet_->parked(true), fleet_->parked(false)};

@@ -19,6 +19,7 @@ class PoolsView : public FleetView {
 
   const std::vector<PoolInfo>& pools() const override { return pools_; }
   std::vector<InstanceInfo> instances() const override;
+  std::vector<EngineStats> stats() const override;
   Parked parked() const override;
   absl::Status drain(int64_t instance) override;
 

@@ -43,6 +43,8 @@ class FleetView {
   virtual ~FleetView() = default;
   virtual const std::vector<PoolInfo>& pools() const = 0;
   virtual std::vector<InstanceInfo> instances() const = 0;  // by id; empty before the first has been started
+  // By pool, of all its instances together, those that are gone included; empty before the engine has started.
+  virtual std::vector<EngineStats> stats() const = 0;
   // Pieces of requests that wait for an instance to come back: images for one that encodes, and generations.
   struct Parked {
     int64_t encodings = 0, generations = 0;

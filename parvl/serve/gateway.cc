@@ -61,6 +61,12 @@ ModalityQueue::Shares shares_of(const ServeOptions& options) {
   return out;
 }
 
+// Without an allocation this process is as good as a pool, with one instance that holds everything.
+std::vector<PoolInfo> pools_of(const ServeOptions& options) {
+  if (options.fleet != nullptr) return options.fleet->pools();
+  return {{.name = "colocated", .modules = {"vision_encoder", "projector", "llm_backbone"}}};
+}
+
 absl::Status no_instance(const absl::Status& status) {
   return status.ok() ? status : api_error(503, std::string(status.message()), "no_healthy_instance");
 }
@@ -89,7 +95,7 @@ Gateway::Gateway(asio::io_context& io, const ServeOptions& options, const Clock&
       clock_(clock),
       rng_(options.seed),
       admission_({}, clock, shares_of(options)),
-      metrics_("colocated", options.served_names.front()),
+      metrics_(pools_of(options), options.served_names.front()),
       pool_(kPoolThreads),
       fetch_pool_(kFetchThreads),
       grammar_pool_(1),
@@ -213,7 +219,8 @@ asio::awaitable<void> Gateway::reply_metrics(HttpConnection& connection) {
   for (size_t i = 0; i < kQueueNames.size(); ++i) {
     metrics_.waiting(static_cast<QueueKind>(i), admission_.waiting(static_cast<QueueKind>(i)));
   }
-  std::string text = metrics_.text(stats, static_cast<int64_t>(admission_.in_line()), health().ok());
+  const std::vector<EngineStats> by_pool = options_.fleet == nullptr ? std::vector{stats} : options_.fleet->stats();
+  std::string text = metrics_.text(stats, by_pool, static_cast<int64_t>(admission_.in_line()), health().ok());
   if (options_.fleet != nullptr) text += fleet_metrics(options_.fleet->pools(), options_.fleet->instances());
   HttpConnection::Headers headers;
   headers["Content-Type"] = "text/plain; version=0.0.4; charset=utf-8";

@@ -1,5 +1,6 @@
 #include "parvl/serve/metrics.h"
 
+#include <absl/strings/str_cat.h>
 #include <prometheus/counter.h>
 #include <prometheus/gauge.h>
 #include <prometheus/histogram.h>
@@ -9,10 +10,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "parvl/base/check.h"
+
 namespace parvl {
 namespace {
 
 using Labels = std::map<std::string, std::string>;
+
+constexpr char kBackbone[] = "llm_backbone", kEncoder[] = "vision_encoder";
 
 // vLLM's bounds, in seconds.
 const std::vector<double> kFirstTokenBuckets = {0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1,  0.25,  0.5,   0.75,
@@ -50,11 +55,6 @@ void add(const Twin& twin, int64_t count) {
 }
 
 // A counter that something else counts.
-template <typename Twin>
-void raise_to(const Twin& twin, int64_t count) {
-  add(twin, count - static_cast<int64_t>(twin.own->Value()));
-}
-
 void raise_to(prometheus::Counter& counter, double value) { counter.Increment(value - counter.Value()); }
 
 template <typename Twin>
@@ -63,12 +63,46 @@ void set(const Twin& twin, double value) {
   twin.vllm->Set(value);
 }
 
+double kv_usage(const EngineStats& stats) {
+  return stats.blocks == 0 ? 0 : static_cast<double>(stats.blocks_used) / static_cast<double>(stats.blocks);
+}
+
+// What both kinds of names tell of an engine, or of a pool's engines.
+constexpr char kKvUsage[] = "kv_cache_usage_perc";
+constexpr char kKvUsageHelp[] = "Share of the KV memory that is in use; 1 is all of it.";
+struct Count {
+  const char *name, *help;
+  const char* module;  // whose it is
+  int64_t SchedulerStats::*value;
+};
+constexpr Count kCounts[] = {{"num_preemptions_total", "Generations that gave up their KV memory to others.", kBackbone,
+                              &SchedulerStats::preemptions},
+                             {"prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache.",
+                              kBackbone, &SchedulerStats::prefix_queries},
+                             {"prefix_cache_hits_total", "Prompt tokens that were found in the prefix cache.",
+                              kBackbone, &SchedulerStats::prefix_hits},
+                             {"mm_cache_queries_total", "Media items that were looked up in the encoder-output cache.",
+                              kEncoder, &SchedulerStats::encoder_queries},
+                             {"mm_cache_hits_total", "Media items that were found in the encoder-output cache.",
+                              kEncoder, &SchedulerStats::encoder_hits}};
+
+bool holds(const PoolInfo& pool, std::string_view module) {
+  return std::find(pool.modules.begin(), pool.modules.end(), module) != pool.modules.end();
+}
+
+std::string gateway_pool(const std::vector<PoolInfo>& pools) {
+  const auto takes = std::find_if(pools.begin(), pools.end(), [](const PoolInfo& pool) { return pool.takes_requests; });
+  PARVL_CHECK(takes != pools.end(), "no pool takes requests");
+  return takes->name;
+}
+
 const char* reason_label(FinishReason reason) { return reason == FinishReason::kNone ? "abort" : to_string(reason); }
 
 }  // namespace
 
-Metrics::Metrics(const std::string& pool, const std::string& model_name)
-    : own_labels_{{"pool", pool}},
+Metrics::Metrics(std::vector<PoolInfo> pools, const std::string& model_name)
+    : pools_(std::move(pools)),
+      own_labels_{{"pool", gateway_pool(pools_)}},
       vllm_labels_{{"model_name", model_name}},
       registry_(std::make_unique<prometheus::Registry>()) {
   first_token_ =
@@ -96,18 +130,6 @@ Metrics::Metrics(const std::string& pool, const std::string& model_name)
   healthy_ =
       &family(prometheus::BuildGauge(), "parvl_healthy", "1 when every pool can serve, as /health says.", *registry_)
            .Add(own_labels_);
-  auto& busy = family(prometheus::BuildCounter(), "parvl_busy_seconds_total",
-                      "Time that a module has computed; its rate is the share of time that it is busy.", *registry_);
-  backbone_busy_ = &busy.Add(joined(own_labels_, {{"module", "llm_backbone"}}));
-  encoder_busy_ = &busy.Add(joined(own_labels_, {{"module", "vision_encoder"}}));
-  auto& work = family(prometheus::BuildCounter(), "parvl_work_total",
-                      "Steps and encodings; graph=\"replayed\": by one launch of what was recorded.", *registry_);
-  for (size_t i = 0; i < work_.size(); ++i) {
-    const auto counter = [&](const char* graph) {
-      return &work.Add(joined(own_labels_, {{"work", kWorkNames[i]}, {"graph", graph}}));
-    };
-    work_[i] = {counter("replayed"), counter("none")};
-  }
   for (const FinishReason reason : {FinishReason::kStop, FinishReason::kLength, FinishReason::kNone}) {
     success_[reason] = counter(
         {"request_success_total", "Generations that ended, by reason.", {{"finished_reason", reason_label(reason)}}});
@@ -126,16 +148,6 @@ Metrics::Metrics(const std::string& pool, const std::string& model_name)
   generation_tokens_ = counter({"generation_tokens_total", "Tokens that were generated."});
   running_ = gauge({"num_requests_running", "Generations that the engine computes."});
   waiting_ = gauge({"num_requests_waiting", "Generations that wait, in the gateway and in the engine."});
-  kv_usage_ = gauge({"kv_cache_usage_perc", "Share of the KV memory that is in use; 1 is all of it."});
-  preemptions_ = counter({"num_preemptions_total", "Generations that gave up their KV memory to others."});
-  prefix_queries_ = counter({"prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache."});
-  prefix_hits_ = counter({"prefix_cache_hits_total", "Prompt tokens that were found in the prefix cache."});
-  auto& handovers = family(prometheus::BuildCounter(), "parvl_kv_handovers_total",
-                           "Answers begun elsewhere, by what became of their keys and values here.", *registry_);
-  kv_fetched_ = &handovers.Add(joined(own_labels_, {{"outcome", "fetched"}}));
-  kv_computed_ = &handovers.Add(joined(own_labels_, {{"outcome", "computed"}}));
-  mm_queries_ = counter({"mm_cache_queries_total", "Media items that were looked up in the encoder-output cache."});
-  mm_hits_ = counter({"mm_cache_hits_total", "Media items that were found in the encoder-output cache."});
 }
 
 Metrics::~Metrics() = default;
@@ -199,24 +211,61 @@ void Metrics::waiting(QueueKind kind, size_t count) { queues_[index_of(kind)]->S
 
 void Metrics::gateway_overhead(double seconds) { overhead_->Observe(seconds); }
 
-std::string Metrics::text(const EngineStats& stats, int64_t queued, bool healthy) {
+// Of a module that the pool does not hold nothing is told until there is something: an instance may take one on.
+void Metrics::pool_figures(const PoolInfo& pool, const EngineStats& stats) {
+  const auto labels = [&](const Labels& more) { return joined({{"pool", pool.name}}, more); };
+  const auto count = [&](const std::string& name, const std::string& help, std::string_view module, double value,
+                         const Labels& more = {}) {
+    if (value == 0 && !holds(pool, module)) return;
+    raise_to(family(prometheus::BuildCounter(), name, help, *registry_).Add(labels(more)), value);
+  };
+  const std::string busy = "parvl_busy_seconds_total";
+  const std::string busy_help = "Time that a module has computed; its rate is the share of time that it is busy.";
+  count(busy, busy_help, kBackbone, stats.backbone_busy_s, {{"module", kBackbone}});
+  count(busy, busy_help, kEncoder, stats.encoder_busy_s, {{"module", kEncoder}});
+  for (size_t i = 0; i < kWorkNames.size(); ++i) {
+    const auto work = [&](const char* graph, int64_t value) {
+      count("parvl_work_total", "Steps and encodings; graph=\"replayed\": by one launch of what was recorded.",
+            static_cast<WorkKind>(i) == WorkKind::kEncode ? kEncoder : kBackbone, static_cast<double>(value),
+            {{"work", kWorkNames[i]}, {"graph", graph}});
+    };
+    work("replayed", stats.work[i].replayed);
+    work("none", stats.work[i].launched);
+  }
+  for (const Count& one : kCounts) {
+    count(absl::StrCat("parvl_", one.name), one.help, one.module, static_cast<double>(stats.*one.value));
+  }
+  const auto handovers = [&](const char* outcome, int64_t value) {
+    count("parvl_kv_handovers_total", "Answers begun elsewhere, by what became of their keys and values here.",
+          kBackbone, static_cast<double>(value), {{"outcome", outcome}});
+  };
+  handovers("fetched", stats.kv_fetched);
+  handovers("computed", stats.kv_fetch_failures);
+  if (!holds(pool, kBackbone)) return;
+  family(prometheus::BuildGauge(), absl::StrCat("parvl_", kKvUsage), kKvUsageHelp, *registry_)
+      .Add(labels({}))
+      .Set(kv_usage(stats));
+}
+
+void Metrics::sums_for_vllm(const EngineStats& stats) {
+  for (const Count& one : kCounts) {
+    raise_to(
+        family(prometheus::BuildCounter(), absl::StrCat("vllm:", one.name), one.help, *registry_).Add(vllm_labels_),
+        static_cast<double>(stats.*one.value));
+  }
+  family(prometheus::BuildGauge(), absl::StrCat("vllm:", kKvUsage), kKvUsageHelp, *registry_)
+      .Add(vllm_labels_)
+      .Set(kv_usage(stats));
+}
+
+std::string Metrics::text(const EngineStats& stats, const std::vector<EngineStats>& by_pool, int64_t queued,
+                          bool healthy) {
+  PARVL_CHECK(by_pool.empty() || by_pool.size() == pools_.size(), "figures of other pools");
   healthy_->Set(healthy ? 1 : 0);
   set(running_, static_cast<double>(stats.running));
   set(waiting_, static_cast<double>(stats.waiting + queued));
-  set(kv_usage_, stats.blocks == 0 ? 0 : static_cast<double>(stats.blocks_used) / static_cast<double>(stats.blocks));
-  raise_to(preemptions_, stats.preemptions);
-  raise_to(prefix_queries_, stats.prefix_queries);
-  raise_to(prefix_hits_, stats.prefix_hits);
-  raise_to(*kv_fetched_, static_cast<double>(stats.kv_fetched));
-  raise_to(*kv_computed_, static_cast<double>(stats.kv_fetch_failures));
-  raise_to(mm_queries_, stats.encoder_queries);
-  raise_to(mm_hits_, stats.encoder_hits);
-  raise_to(*backbone_busy_, stats.backbone_busy_s);
-  raise_to(*encoder_busy_, stats.encoder_busy_s);
-  for (size_t i = 0; i < work_.size(); ++i) {
-    raise_to(*work_[i].replayed, static_cast<double>(stats.work[i].replayed));
-    raise_to(*work_[i].launched, static_cast<double>(stats.work[i].launched));
-  }
+  for (size_t i = 0; i < pools_.size(); ++i) pool_figures(pools_[i], by_pool.empty() ? EngineStats{} : by_pool[i]);
+  sums_for_vllm(stats);
   return prometheus::TextSerializer().Serialize(registry_->Collect());
 }
 

@@ -1,5 +1,6 @@
-// What /metrics tells. Every figure of a pool stands there twice: as parvl_NAME with the label `pool`, and as vllm:NAME
-// with vLLM's label and buckets, so that what was made for vLLM reads it too.
+// What /metrics tells. parvl_NAME has the label `pool`: what modules do, the pool that holds them, summed over its
+// instances; what concerns requests as a whole, the pool that they come to from the gateway. What vLLM has too stands
+// there again as vllm:NAME of all pools together, with vLLM's label and buckets, so that what was made for it reads it.
 #pragma once
 
 #include <array>
@@ -13,6 +14,7 @@
 #include "parvl/base/timeline.h"
 #include "parvl/exec/engine.h"
 #include "parvl/serve/admission.h"
+#include "parvl/serve/fleet_view.h"
 #include "parvl/serve/recent.h"
 
 namespace prometheus {
@@ -37,7 +39,8 @@ inline constexpr std::array<const char*, 5> kRefusalNames = {"queue_full", "too_
 // One thread.
 class Metrics {
  public:
-  Metrics(const std::string& pool, const std::string& model_name);
+  // One pool takes requests, or more; the first of them stands for the gateway.
+  Metrics(std::vector<PoolInfo> pools, const std::string& model_name);
   ~Metrics();
 
   void first_token(double since_arrival_s, int64_t prompt_tokens);
@@ -54,9 +57,10 @@ class Metrics {
   void refused(Refusal reason);
   void responded(int http_status);             // 0: the client left before an answer
   void waiting(QueueKind kind, size_t count);  // in the gateway, of the coming text
-  // The Prometheus text format. `stats` counts since the engine's start; `queued` wait outside of it; `healthy`: every
-  // pool can serve.
-  std::string text(const EngineStats& stats, int64_t queued, bool healthy = true);
+  // The Prometheus text format. `stats` counts since the engine's start, and `by_pool` what each pool's part of it is
+  // (none before the start); `queued` wait outside of it; `healthy`: every pool can serve.
+  std::string text(const EngineStats& stats, const std::vector<EngineStats>& by_pool, int64_t queued,
+                   bool healthy = true);
 
   // The last requests' times to the first token, and times a token after it.
   struct Recent {
@@ -79,6 +83,10 @@ class Metrics {
   Twin<prometheus::Counter> counter(const Name& name);
   Twin<prometheus::Gauge> gauge(const Name& name);
   prometheus::Counter& responses(int http_status);
+  void pool_figures(const PoolInfo& pool, const EngineStats& stats);
+  void sums_for_vllm(const EngineStats& stats);
+
+  const std::vector<PoolInfo> pools_;
   Recent recent_;
   std::map<std::string, std::string> own_labels_, vllm_labels_;
   std::unique_ptr<prometheus::Registry> registry_;
@@ -89,15 +97,8 @@ class Metrics {
   std::map<FinishReason, Twin<prometheus::Counter>> success_;
   prometheus::Gauge* healthy_ = nullptr;
   prometheus::Histogram *overlap_ = nullptr, *overhead_ = nullptr;
-  prometheus::Counter *backbone_busy_ = nullptr, *encoder_busy_ = nullptr, *kv_fetched_ = nullptr,
-                      *kv_computed_ = nullptr;
-  struct WorkCounters {
-    prometheus::Counter *replayed = nullptr, *launched = nullptr;
-  };
-  std::array<WorkCounters, kWorkNames.size()> work_{};
   Twin<prometheus::Counter> prompt_tokens_, generation_tokens_;
-  Twin<prometheus::Gauge> running_, waiting_, kv_usage_;
-  Twin<prometheus::Counter> preemptions_, prefix_queries_, prefix_hits_, mm_queries_, mm_hits_;
+  Twin<prometheus::Gauge> running_, waiting_;
 };
 
 // Follows one request and tells the metrics and the timeline, which outlive it. Times are the clock's seconds. One

@@ -65,7 +65,7 @@ class Roles(Compared, unittest.TestCase):
 
     @staticmethod
     def handovers(server, outcome):
-        return float(re.search(rf'^parvl_kv_handovers_total{{.*outcome="{outcome}".*}} (\S+)$', server.request("GET", "/metrics")[2], re.MULTILINE).group(1))
+        return server.figure("parvl_kv_handovers_total", f'outcome="{outcome}",pool="decode-pool"')
 
     @staticmethod
     def pids(server, pool):
@@ -91,9 +91,22 @@ class Roles(Compared, unittest.TestCase):
                 self.assert_same(answer.result(), want)
             self.assertGreaterEqual(self.handovers(server, "fetched"), 4 * len(self.want) / 2)
             self.assertEqual(self.handovers(server, "computed"), 0)
+            self.check_pools_of_figures(server, {"apart": "encoder-pool", "inside": "prefill-pool"}[encoder])
             status = server.status()
             self.assertEqual({name: pool["role"] for name, pool in status["pools"].items() if name != "encoder-pool"}, {"prefill-pool": "prefill", "decode-pool": "decode"})
             self.assertEqual({one["running"] for one in status["instances"]}, {0})
+
+    def check_pools_of_figures(self, server, encoder_pool):
+        """In /metrics: a module's figures stand with the pools that hold it, and vLLM's are their sum."""
+        text = server.request("GET", "/metrics")[2]
+        busy = {(pool, module): float(value) for module, pool, value in re.findall(r'^parvl_busy_seconds_total\{module="(.*)",pool="(.*)"\} (.*)$', text, re.MULTILINE)}
+        self.assertEqual(set(busy), {("prefill-pool", "llm_backbone"), ("decode-pool", "llm_backbone"), (encoder_pool, "vision_encoder")})
+        self.assertGreater(min(busy.values()), 0, busy)
+        self.assertNotIn("colocated", text)
+        self.assertEqual(set(re.findall(r'^parvl_time_to_first_token_seconds_count\{pool="(.*)"\}', text, re.MULTILINE)), {"prefill-pool"})
+        for name in ("mm_cache_queries_total", "prefix_cache_queries_total"):
+            self.assertGreater(server.figure("vllm:" + name), 0)
+            self.assertEqual(server.figure("parvl_" + name), server.figure("vllm:" + name))
 
     def test_an_answer_goes_on_when_its_decode_instance_is_killed(self):
         server, moved = self.start("apart", decoders=3), 0

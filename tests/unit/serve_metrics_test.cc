@@ -8,6 +8,8 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
+PoolInfo one_pool(const std::string& name) { return {.name = name, .modules = {"vision_encoder", "llm_backbone"}}; }
+
 EngineStats some_stats() {
   EngineStats stats;
   stats.running = 3;
@@ -26,9 +28,9 @@ EngineStats some_stats() {
 }
 
 TEST(Metrics, EveryFigureStandsUnderBothNames) {
-  Metrics metrics("colocated", "tiny \"1\"");
+  Metrics metrics({one_pool("colocated")}, "tiny \"1\"");
   metrics.ended(FinishReason::kStop, {});
-  const std::string text = metrics.text(some_stats(), 2);
+  const std::string text = metrics.text(some_stats(), {some_stats()}, 2);
   const std::vector<std::pair<std::string, std::string>> figures = {{"num_requests_running", "3"},
                                                                     {"num_requests_waiting", "6"},
                                                                     {"kv_cache_usage_perc", "0.25"},
@@ -53,13 +55,13 @@ TEST(Metrics, EveryFigureStandsUnderBothNames) {
 }
 
 TEST(Metrics, CountersFollowTheEngineAndNeverGoBack) {
-  Metrics metrics("p", "m");
+  Metrics metrics({one_pool("p")}, "m");
   EngineStats stats = some_stats();
-  metrics.text(stats, 0);
+  metrics.text(stats, {stats}, 0);
   stats.preemptions = 7;
   stats.running = 0;
   for (int scrape = 0; scrape < 2; ++scrape) {
-    const std::string text = metrics.text(stats, 0);
+    const std::string text = metrics.text(stats, {stats}, 0);
     EXPECT_THAT(text, HasSubstr("parvl_num_preemptions_total{pool=\"p\"} 7\n"));
     EXPECT_THAT(text, HasSubstr("parvl_num_requests_running{pool=\"p\"} 0\n"));
     EXPECT_THAT(text, HasSubstr("parvl_prefix_cache_hits_total{pool=\"p\"} 40\n"));
@@ -71,9 +73,54 @@ TEST(Metrics, CountersFollowTheEngineAndNeverGoBack) {
   }
 }
 
+// Modules' figures stand with the pools that hold them, those of requests with the pool that takes them, and vLLM's
+// with all of them together.
+TEST(Metrics, FiguresStandWithTheirPool) {
+  const PoolInfo encoders = {.name = "e", .modules = {"vision_encoder"}, .takes_requests = false};
+  const PoolInfo prefill = {.name = "p", .modules = {"projector", "llm_backbone"}};
+  const PoolInfo decode = {.name = "d", .modules = {"projector", "llm_backbone"}, .takes_requests = false};
+  Metrics metrics({encoders, prefill, decode}, "m");
+  const auto tell = [&](const EngineStats& all, const std::vector<EngineStats>& by_pool) {
+    return metrics.text(all, by_pool, 1);
+  };
+  std::string text = tell({}, {});
+  EXPECT_THAT(text, HasSubstr("parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"d\"} 0\n"));
+  EXPECT_THAT(text, HasSubstr("parvl_work_total{graph=\"none\",pool=\"e\",work=\"encode\"} 0\n"));
+  EngineStats all = some_stats(), e, p, d;
+  e.encoder_busy_s = 0.25;
+  e.encoder_queries = 9;
+  e.work[static_cast<size_t>(WorkKind::kEncode)].launched = 7;
+  p.backbone_busy_s = 2;
+  p.blocks = 100, p.blocks_used = 10;
+  p.prefix_hits = 40;
+  d.backbone_busy_s = 0.5;
+  d.blocks = 100, d.blocks_used = 40;
+  d.kv_fetched = 3;
+  text = tell(all, {e, p, d});
+  for (const char* line :
+       {"parvl_busy_seconds_total{module=\"vision_encoder\",pool=\"e\"} 0.25",
+        "parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"p\"} 2",
+        "parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"d\"} 0.5",
+        "parvl_work_total{graph=\"none\",pool=\"e\",work=\"encode\"} 7", "parvl_mm_cache_queries_total{pool=\"e\"} 9",
+        "parvl_kv_cache_usage_perc{pool=\"p\"} 0.1", "parvl_kv_cache_usage_perc{pool=\"d\"} 0.4",
+        "parvl_prefix_cache_hits_total{pool=\"p\"} 40", "parvl_prefix_cache_hits_total{pool=\"d\"} 0",
+        "parvl_kv_handovers_total{outcome=\"fetched\",pool=\"d\"} 3", "parvl_healthy{pool=\"p\"} 1",
+        "parvl_num_requests_waiting{pool=\"p\"} 5", "vllm:kv_cache_usage_perc{model_name=\"m\"} 0.25",
+        "vllm:mm_cache_queries_total{model_name=\"m\"} 9", "vllm:prefix_cache_hits_total{model_name=\"m\"} 40"}) {
+    EXPECT_THAT(text, HasSubstr("\n" + std::string(line) + "\n"));
+  }
+  for (const char* absent :
+       {"llm_backbone\",pool=\"e\"", "vision_encoder\",pool=\"p\"", "kv_cache_usage_perc{pool=\"e\"}",
+        "num_requests_running{pool=\"d\"}", "mm_cache_queries_total{pool=\"p\"}"}) {
+    EXPECT_THAT(text, Not(HasSubstr(absent)));
+  }
+  p.encoder_busy_s = 1;  // one of its instances has taken the encoder on
+  EXPECT_THAT(tell(all, {e, p, d}), HasSubstr("parvl_busy_seconds_total{module=\"vision_encoder\",pool=\"p\"} 1\n"));
+}
+
 TEST(Metrics, ARequestsTimesGoToTheirStages) {
   ManualClock clock;
-  Metrics metrics("p", "m");
+  Metrics metrics({one_pool("p")}, "m");
   RequestTimer timer(metrics, clock, 0);
   const auto pass = [&](double seconds) { clock.advance_ns(static_cast<int64_t>(seconds * 1e9)); };
   pass(0.25);
@@ -106,7 +153,7 @@ TEST(Metrics, ARequestsTimesGoToTheirStages) {
   result.finish = FinishReason::kNone;  // cancelled
   timer.ended(result);
   timer.ended(failed("device lost"));
-  const std::string text = metrics.text({}, 0);
+  const std::string text = metrics.text({}, {}, 0);
   const std::vector<std::string> lines = {"vllm:time_to_first_token_seconds_count{model_name=\"m\"} 2",
                                           "vllm:time_to_first_token_seconds_bucket{model_name=\"m\",le=\"5\"} 0",
                                           "vllm:time_to_first_token_seconds_bucket{model_name=\"m\",le=\"7.5\"} 2",

@@ -59,7 +59,8 @@ FleetEngine::FleetEngine(FleetOptions options, std::unique_ptr<InstanceStarter> 
       grammars_(std::make_unique<GrammarCompiler>(options_.front.prompts->tokenizer(), options_.front.end_tokens)),
       starter_(std::move(starter)),
       fleet_(options_.fleet, options_.record),
-      links_(fleet_.fleet().instances().size()) {
+      links_(fleet_.fleet().instances().size()),
+      past_(options_.fleet.pools.size()) {
   const std::vector<FleetPool>& pools = options_.fleet.pools;
   for (size_t i = pools.size(); i-- > 0;) {
     if (!pools[i].generates && !pools[i].takes_over) encoders_ = i;
@@ -183,10 +184,15 @@ InstanceStatus FleetEngine::status_of(InstanceId id) {
 void FleetEngine::publish() {
   const Fleet& fleet = fleet_.fleet();
   Snapshot next;
-  next.stats = past_;
-  for (const Link& link : links_) {
-    add_counts(next.stats, link.counts);
-    add_held(next.stats, link.counts);
+  next.by_pool = past_;
+  for (const InstanceView& view : fleet.instances()) {
+    const EngineStats& counts = link(view.id).counts;
+    add_counts(next.by_pool[view.pool], counts);
+    add_held(next.by_pool[view.pool], counts);
+  }
+  for (const EngineStats& pool : next.by_pool) {
+    add_counts(next.stats, pool);
+    add_held(next.stats, pool);
   }
   next.parked_encodings = fleet.parked(true);
   next.parked_generations = fleet.parked(false);
@@ -279,6 +285,10 @@ int64_t FleetEngine::kv_tokens() const {
 EngineStats FleetEngine::stats() const {
   std::lock_guard lock(mutex_);
   return published_.stats;
+}
+std::vector<EngineStats> FleetEngine::stats_by_pool() const {
+  std::lock_guard lock(mutex_);
+  return published_.by_pool;
 }
 absl::Status FleetEngine::health() const {
   std::lock_guard lock(mutex_);

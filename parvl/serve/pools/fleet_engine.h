@@ -58,7 +58,8 @@ class FleetEngine : public Engine {
   absl::Status accepts_images() const override;
   void watch_capacity(std::function<void()> changed) override;
 
-  std::vector<InstanceStatus> instances() const;  // any thread
+  std::vector<InstanceStatus> instances() const;   // any thread
+  std::vector<EngineStats> stats_by_pool() const;  // any thread; those that are gone included
   // Any thread. Pieces of requests that wait for an instance: images to be encoded, or generations.
   int64_t parked(bool encodings) const;
   // Any thread. The instance takes no new requests, and ends when those it has are done or moved.
@@ -113,11 +114,12 @@ class FleetEngine : public Engine {
   std::map<StreamId, InstanceId> streams_;
   std::map<RequestId, std::unique_ptr<Live>> live_;
   std::optional<TokenEvent> token_;  // that is being delivered
-  EngineStats past_;                 // of processes that are gone
+  std::vector<EngineStats> past_;    // by pool, of processes that are gone
   std::set<InstanceId> touched_;     // whose state may have changed since it was published
 
   struct Snapshot {
     std::vector<InstanceStatus> instances;
+    std::vector<EngineStats> by_pool;
     EngineStats stats;
     absl::Status health = absl::UnavailableError("no instance has started yet"), accepts = health, accepts_images;
     int64_t capacity = 0, kv_tokens = 0, parked_encodings = 0, parked_generations = 0;

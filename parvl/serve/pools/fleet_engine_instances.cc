@@ -214,7 +214,7 @@ void FleetEngine::act(const InstanceOrder& order) {
         server_->close(*link.stream);
       }
       fence(order.instance, order.action.epoch);
-      add_counts(past_, std::exchange(link.counts, {}));
+      add_counts(past_[fleet_.fleet().instance(order.instance).pool], std::exchange(link.counts, {}));
       link.stream.reset();
       link.pids.clear();  // soon other processes may have them
       const InstanceView view = fleet_.fleet().instance(order.instance);
