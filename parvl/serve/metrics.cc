@@ -67,24 +67,21 @@ double kv_usage(const EngineStats& stats) {
   return stats.blocks == 0 ? 0 : static_cast<double>(stats.blocks_used) / static_cast<double>(stats.blocks);
 }
 
-// What both kinds of names tell of an engine, or of a pool's engines.
+// What both kinds of names tell of the schedulers, which stand beside a backbone.
 constexpr char kKvUsage[] = "kv_cache_usage_perc";
 constexpr char kKvUsageHelp[] = "Share of the KV memory that is in use; 1 is all of it.";
 struct Count {
   const char *name, *help;
-  const char* module;  // whose it is
   int64_t SchedulerStats::*value;
 };
-constexpr Count kCounts[] = {{"num_preemptions_total", "Generations that gave up their KV memory to others.", kBackbone,
-                              &SchedulerStats::preemptions},
-                             {"prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache.",
-                              kBackbone, &SchedulerStats::prefix_queries},
-                             {"prefix_cache_hits_total", "Prompt tokens that were found in the prefix cache.",
-                              kBackbone, &SchedulerStats::prefix_hits},
-                             {"mm_cache_queries_total", "Media items that were looked up in the encoder-output cache.",
-                              kEncoder, &SchedulerStats::encoder_queries},
-                             {"mm_cache_hits_total", "Media items that were found in the encoder-output cache.",
-                              kEncoder, &SchedulerStats::encoder_hits}};
+constexpr Count kCounts[] = {
+    {"num_preemptions_total", "Generations that gave up their KV memory to others.", &SchedulerStats::preemptions},
+    {"prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache.",
+     &SchedulerStats::prefix_queries},
+    {"prefix_cache_hits_total", "Prompt tokens that were found in the prefix cache.", &SchedulerStats::prefix_hits},
+    {"mm_cache_queries_total", "Media items that were looked up in the encoder-output cache.",
+     &SchedulerStats::encoder_queries},
+    {"mm_cache_hits_total", "Media items that were found in the encoder-output cache.", &SchedulerStats::encoder_hits}};
 
 bool holds(const PoolInfo& pool, std::string_view module) {
   return std::find(pool.modules.begin(), pool.modules.end(), module) != pool.modules.end();
@@ -233,7 +230,7 @@ void Metrics::pool_figures(const PoolInfo& pool, const EngineStats& stats) {
     work("none", stats.work[i].launched);
   }
   for (const Count& one : kCounts) {
-    count(absl::StrCat("parvl_", one.name), one.help, one.module, static_cast<double>(stats.*one.value));
+    count(absl::StrCat("parvl_", one.name), one.help, kBackbone, static_cast<double>(stats.*one.value));
   }
   const auto handovers = [&](const char* outcome, int64_t value) {
     count("parvl_kv_handovers_total", "Answers begun elsewhere, by what became of their keys and values here.",

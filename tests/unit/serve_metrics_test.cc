@@ -88,11 +88,11 @@ TEST(Metrics, FiguresStandWithTheirPool) {
   EXPECT_THAT(text, HasSubstr("parvl_work_total{graph=\"none\",pool=\"e\",work=\"encode\"} 0\n"));
   EngineStats all = some_stats(), e, p, d;
   e.encoder_busy_s = 0.25;
-  e.encoder_queries = 9;
   e.work[static_cast<size_t>(WorkKind::kEncode)].launched = 7;
   p.backbone_busy_s = 2;
   p.blocks = 100, p.blocks_used = 10;
   p.prefix_hits = 40;
+  p.encoder_queries = 9;
   d.backbone_busy_s = 0.5;
   d.blocks = 100, d.blocks_used = 40;
   d.kv_fetched = 3;
@@ -101,7 +101,7 @@ TEST(Metrics, FiguresStandWithTheirPool) {
        {"parvl_busy_seconds_total{module=\"vision_encoder\",pool=\"e\"} 0.25",
         "parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"p\"} 2",
         "parvl_busy_seconds_total{module=\"llm_backbone\",pool=\"d\"} 0.5",
-        "parvl_work_total{graph=\"none\",pool=\"e\",work=\"encode\"} 7", "parvl_mm_cache_queries_total{pool=\"e\"} 9",
+        "parvl_work_total{graph=\"none\",pool=\"e\",work=\"encode\"} 7", "parvl_mm_cache_queries_total{pool=\"p\"} 9",
         "parvl_kv_cache_usage_perc{pool=\"p\"} 0.1", "parvl_kv_cache_usage_perc{pool=\"d\"} 0.4",
         "parvl_prefix_cache_hits_total{pool=\"p\"} 40", "parvl_prefix_cache_hits_total{pool=\"d\"} 0",
         "parvl_kv_handovers_total{outcome=\"fetched\",pool=\"d\"} 3", "parvl_healthy{pool=\"p\"} 1",
@@ -111,7 +111,7 @@ TEST(Metrics, FiguresStandWithTheirPool) {
   }
   for (const char* absent :
        {"llm_backbone\",pool=\"e\"", "vision_encoder\",pool=\"p\"", "kv_cache_usage_perc{pool=\"e\"}",
-        "num_requests_running{pool=\"d\"}", "mm_cache_queries_total{pool=\"p\"}"}) {
+        "num_requests_running{pool=\"d\"}", "mm_cache_queries_total{pool=\"e\"}"}) {
     EXPECT_THAT(text, Not(HasSubstr(absent)));
   }
   p.encoder_busy_s = 1;  // one of its instances has taken the encoder on
