@@ -134,8 +134,10 @@ void Children::start(Key key, ChildCommand command) { impl_->order({key, std::mo
 void Children::kill(Key key) { impl_->order({key, std::nullopt}); }
 
 std::string how_it_ended(int status) {
-  return WIFSIGNALED(status) ? absl::StrCat("was ended by ", ::strsignal(WTERMSIG(status)))
-                             : absl::StrCat("ended with exit code ", WEXITSTATUS(status));
+  if (!WIFSIGNALED(status)) return absl::StrCat("ended with exit code ", WEXITSTATUS(status));
+  const int signal = WTERMSIG(status);
+  const char* const name = ::sigabbrev_np(signal);  // null: a real-time signal
+  return name == nullptr ? absl::StrCat("was ended by signal ", signal) : absl::StrCat("was ended by SIG", name);
 }
 
 }  // namespace parvl

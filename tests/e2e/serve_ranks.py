@@ -93,11 +93,11 @@ class Ranks(Compared, unittest.TestCase):
             answer = Answer(server, self.asked["text"], **{**LONG, "max_tokens": 400}).read_until(3)
             os.kill(ranks_of(server.process.pid)[0], signal.SIGKILL)
             answer.read_all()
-            self.assertIn("rank 1 of the 2 that compute together was ended by Killed", str(answer.error))
+            self.assertIn("rank 1 of the 2 that compute together was ended by SIGKILL", str(answer.error))
             status, _, body = server.chat(messages=self.asked["text"])
             self.assertEqual(status, 503, body)
             self.assertEqual(server.request("GET", "/health")[0], 503)
-            self.assertIn("rank 1 of the 2 that compute together was ended by Killed", "".join(server.errors))
+            self.assertIn("rank 1 of the 2 that compute together was ended by SIGKILL", "".join(server.errors))
 
     def test_a_rank_that_hangs_ends_its_engine_too(self):
         for flag in ("-tp", "-pp"):

@@ -83,7 +83,7 @@ class Parallel(TrainCase):
         errors = process.stderr.read()
         process.stderr.close()
         process.stdout.close()
-        self.assertIn("rank 1 was ended by Killed; restart 1 of 1", errors)
+        self.assertIn("rank 1 was ended by SIGKILL; restart 1 of 1", errors)
         self.assertTrue(any(e["event"] == "resumed" for e in lines))
         losses = {e["step"]: e["loss"] for e in lines if e["event"] == "step"}  # of a repeated step the later one
         self.assertEqual([losses[step] for step in whole.steps()], whole.losses())

@@ -236,7 +236,7 @@ TEST_F(EncoderRanksTest, AnEncoderThatIsGoneIsToldOnceForEachOfItsImages) {
     const auto broken = [&told](const absl::Status& why) -> absl::Status {
       ++told;
       EXPECT_THAT(std::string(why.message()), HasSubstr("the encoder of rank 1"));
-      return absl::UnavailableError("rank 1 was ended by Killed");
+      return absl::UnavailableError("rank 1 was ended by SIGKILL");
     };
     EncoderRanks ranks(*files, clock(), {links, broken, {}});
     Asked asked[4];
@@ -251,7 +251,7 @@ TEST_F(EncoderRanksTest, AnEncoderThatIsGoneIsToldOnceForEachOfItsImages) {
       if (i % 2 == 0) {
         EXPECT_TRUE(done.status.ok()) << done.status;
       } else {
-        EXPECT_EQ(done.status, absl::UnavailableError("rank 1 was ended by Killed"));
+        EXPECT_EQ(done.status, absl::UnavailableError("rank 1 was ended by SIGKILL"));
       }
     }
     EXPECT_EQ(told, 2);

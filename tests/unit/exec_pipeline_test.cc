@@ -282,10 +282,10 @@ TEST_F(PipelineTest, ALostRankEndsTheEngineAndNothingHangs) {
     if (++*tokens == 5) running.set_value();
   });
   running.get_future().get();
-  ranks->lose(absl::InternalError("rank 1 was ended by Killed"));
+  ranks->lose(absl::InternalError("rank 1 was ended by SIGKILL"));
   const absl::Status end = pending->end.get_future().get().status();
   EXPECT_TRUE(absl::IsUnavailable(end)) << end;
-  EXPECT_THAT(std::string(end.message()), HasSubstr("rank 1 was ended by Killed"));
+  EXPECT_THAT(std::string(end.message()), HasSubstr("rank 1 was ended by SIGKILL"));
   EXPECT_TRUE(absl::IsUnavailable(engine->health()));
 }
 

@@ -225,11 +225,11 @@ TEST_F(TensorParallelTest, ALostRankEndsTheEngineAndNothingHangs) {
     });
   }
   running.get_future().get();
-  ranks->lose(absl::InternalError("rank 1 was ended by Killed"));
+  ranks->lose(absl::InternalError("rank 1 was ended by SIGKILL"));
   for (const auto& pending : all) {
     const absl::Status end = pending->end.get_future().get().status();
     EXPECT_TRUE(absl::IsUnavailable(end)) << end;
-    EXPECT_THAT(std::string(end.message()), HasSubstr("rank 1 was ended by Killed"));
+    EXPECT_THAT(std::string(end.message()), HasSubstr("rank 1 was ended by SIGKILL"));
   }
   EXPECT_TRUE(absl::IsUnavailable(engine->health()));
   EXPECT_TRUE(absl::IsUnavailable(engine->accepts()));

@@ -56,9 +56,11 @@ TEST_F(ChildrenTest, TellOnceHowEachEnded) {
   children.start(3, {{"/no/such/program"}});
   children.start(4, {{"sh", "-c", "test \"$NAME\" = value && test -n \"$PATH\""}, {{"NAME", "value"}}});
   EXPECT_EQ(ended(1), "ended with exit code 3");
-  EXPECT_EQ(ended(2), "was ended by Killed");
+  EXPECT_EQ(ended(2), "was ended by SIGKILL");
   EXPECT_EQ(ended(3), "ended with exit code 2");
   EXPECT_EQ(ended(4), "ended with exit code 0");
+  EXPECT_EQ(how_it_ended(SIGTERM), "was ended by SIGTERM");
+  EXPECT_EQ(how_it_ended(SIGRTMIN), absl::StrCat("was ended by signal ", SIGRTMIN));
 }
 
 TEST_F(ChildrenTest, InheritNoDescriptorButTheThreeOfEverybody) {
@@ -79,7 +81,7 @@ TEST_F(ChildrenTest, KillEndsOneWithWhatItHasStarted) {
   const pid_t grandchild = pid_in(file);
   ASSERT_GT(grandchild, 0);
   children.kill(1);
-  EXPECT_EQ(ended(1), "was ended by Killed");
+  EXPECT_EQ(ended(1), "was ended by SIGKILL");
   for (const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
        ::kill(grandchild, 0) == 0 && std::chrono::steady_clock::now() < end;) {
     // It may be a zombie until whoever inherits it has looked.

@@ -63,7 +63,7 @@ TEST_F(SupervisorTest, ARankThatDiesEndsTheOthers) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(status.message(), HasSubstr("rank 1 ended with exit code 7; the others were ended"));
   const absl::Status killed = supervise(shell("if [ $RANK = 0 ]; then kill -9 $$; fi; exec sleep 1000", 2));
-  EXPECT_THAT(killed.message(), HasSubstr("rank 0 was ended by Killed"));
+  EXPECT_THAT(killed.message(), HasSubstr("rank 0 was ended by SIGKILL"));
 }
 
 TEST_F(SupervisorTest, ARankThatIgnoresTheSignalIsKilled) {
@@ -106,7 +106,7 @@ TEST_F(SupervisorTest, AStopThatARankDoesNotHeedIsAFailure) {
   LaunchOptions options = shell("trap '' TERM; echo > stop; while :; do sleep 1000; done", 1);
   options.stop_descriptor = ::open(fifo.c_str(), O_RDWR | O_CLOEXEC);
   options.grace_s = 0.05;
-  EXPECT_THAT(supervise(options).message(), HasSubstr("rank 0 was ended by Killed"));
+  EXPECT_THAT(supervise(options).message(), HasSubstr("rank 0 was ended by SIGKILL"));
   EXPECT_THAT(log_, ElementsAre(HasSubstr("rank 0 did not end within 0.05 s")));
   ::close(options.stop_descriptor);
 }
