@@ -41,7 +41,10 @@ if [ "$status" != 0 ]; then
   exit 1
 fi
 
-if [ "${DEMO_TRAIN:-1}" = 0 ]; then exit 0; fi
+if [ "${DEMO_TRAIN:-1}" = 0 ]; then
+  echo "demo: done"
+  exit 0
+fi
 echo "demo: training examples/easy_vqa/recipe.yaml from random weights for $seconds s (DEMO_TRAIN=0 leaves this out)"
 # A signal after the time is up lets it save and leave with status 0. A minute on a few cores is too short for the recipe's
 # batches of 128 and its warm-up.
