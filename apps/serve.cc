@@ -164,6 +164,8 @@ std::shared_ptr<PoolsView> open_admin(const PoolServing& pools, ServeOptions& se
   serve.admin = AdminOptions{.host = allocation.admin_host,
                              .port = static_cast<int>(allocation.admin_port),
                              .tokens = allocation.admin_tokens,
+                             .host_where = allocation.admin_where.at("host"),
+                             .port_where = allocation.admin_where.at("port"),
                              .window_s = allocation.scheduler.window_seconds};
   return view;
 }

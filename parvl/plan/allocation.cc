@@ -203,6 +203,7 @@ absl::Status read_the_rest(ConfigReader& root, Allocation& out) {
   ConfigReader admin = root.section("admin");
   admin.integer("port", out.admin_port, 0, 65535);
   admin.text("host", out.admin_host);
+  out.admin_where = places(admin, {"host", "port"});
   ConfigReader tokens = admin.section("tokens");
   for (const char* role : {"viewer", "operator", "approver"}) {
     if (!tokens.has(role)) continue;

@@ -76,6 +76,7 @@ struct Allocation {
   int64_t admin_port = 0;                           // 0: any
   std::string admin_host = "127.0.0.1";             // the address that it listens on
   std::map<std::string, std::string> admin_tokens;  // by role; secrets
+  std::map<std::string, std::string> admin_where;   // "FILE:LINE: 'KEY'" of host and port
   RolloutRules rollout;
   std::string file;
 };

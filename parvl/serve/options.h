@@ -65,7 +65,9 @@ struct AdminOptions {
   std::string host = "127.0.0.1";
   int port = 0;                               // 0: any free one
   std::map<std::string, std::string> tokens;  // by role: viewer, operator, approver; empty: none is asked for
-  double window_s = 10;                       // that latencies and busy shares are of
+  // How refusals name the two: where they stand in a file.
+  std::string host_where = "admin.host", port_where = "admin.port";
+  double window_s = 10;  // that latencies and busy shares are of
 };
 
 struct ServeOptions {

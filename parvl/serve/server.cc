@@ -91,7 +91,7 @@ absl::Status check_options(const ServeOptions& options) {
 }
 
 struct FlagNames {
-  const char *host, *port;
+  std::string host, port;
 };
 
 absl::StatusOr<tcp::acceptor> open_acceptor(asio::io_context& io, const std::string& host, int port,
@@ -177,9 +177,11 @@ absl::Status Server::Impl::listen() {
   PARVL_ASSIGN_OR_RETURN(api.acceptor, open_acceptor(*io, options.host, options.port, {"--host", "--port"}));
   if (!operators.has_value()) return absl::OkStatus();
   const AdminOptions& given = *options.admin;
-  PARVL_ASSIGN_OR_RETURN(operators->acceptor, open_acceptor(*io, given.host, given.port, {"admin.host", "admin.port"}));
+  PARVL_ASSIGN_OR_RETURN(operators->acceptor,
+                         open_acceptor(*io, given.host, given.port, {given.host_where, given.port_where}));
   if (!given.tokens.empty() || operators->acceptor->local_endpoint().address().is_loopback()) return absl::OkStatus();
-  return invalid("admin.host ", given.host, " can be reached from other machines; give admin.tokens, or leave it out");
+  return invalid(given.host_where, ": ", given.host,
+                 " can be reached from other machines; give admin.tokens, or leave it out");
 }
 
 asio::awaitable<void> Server::Impl::accept_loop(Listener& listener) {

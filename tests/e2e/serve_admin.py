@@ -250,11 +250,12 @@ class Tokens(unittest.TestCase):
     def test_no_port_for_everybody(self):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "allocation.yaml"
-            path.write_text(json.dumps(allocation(admin={"host": "0.0.0.0"})))
+            path.write_text(json.dumps(allocation(), indent=1)[:-2] + ',\n "admin": {\n  "host": "0.0.0.0"\n }\n}\n')
+            line = path.read_text().split("\n").index('  "host": "0.0.0.0"') + 1
             done = subprocess.run([PARVL, "serve", "--model", MODEL,
                                    "--port", "0", "--config", path, "--device-map", "gpu-40gb=cpu"], capture_output=True, text=True, timeout=60)
             self.assertEqual((done.returncode, done.stdout), (2, ""))
-            self.assertIn("admin.tokens", done.stderr.strip().split("\n")[-1])
+            self.assertIn(f"{path}:{line}: 'admin.host': 0.0.0.0 can be reached from other machines; give admin.tokens", done.stderr.strip().split("\n")[-1])
 
 
 if __name__ == "__main__":
