@@ -60,6 +60,11 @@ absl::Status with_field(absl::Status status, const std::string& field) {
   return status;
 }
 
+absl::Status engine_error(absl::Status status) {
+  if (!absl::IsUnavailable(status)) return status;
+  return api_error(503, std::string(status.message()), "no_healthy_instance");
+}
+
 int http_status_of(const absl::Status& status) {
   if (const auto payload = status.GetPayload(kHttpPayload)) {
     int value = 500;

@@ -16,6 +16,10 @@ absl::Status api_error(int http_status, const std::string& message, const std::s
 // The same status with `field` as its `param`, unless it names one already.
 absl::Status with_field(absl::Status status, const std::string& field);
 
+// What an engine says, in an answer's stead or in its stream: Unavailable, nothing to run on, has the code
+// no_healthy_instance.
+absl::Status engine_error(absl::Status status);
+
 // Statuses of other origin: InvalidArgument, OutOfRange, Unimplemented → 400; NotFound → 404; Unavailable → 503; others
 // 500.
 int http_status_of(const absl::Status& status);

@@ -67,10 +67,6 @@ std::vector<PoolInfo> pools_of(const ServeOptions& options) {
   return {{.name = "colocated", .modules = {"vision_encoder", "projector", "llm_backbone"}}};
 }
 
-absl::Status no_instance(const absl::Status& status) {
-  return status.ok() ? status : api_error(503, std::string(status.message()), "no_healthy_instance");
-}
-
 bool is_probe(std::string_view path) { return path == "/livez" || path == "/readyz" || path == "/health"; }
 
 }  // namespace
@@ -131,7 +127,7 @@ absl::Status Gateway::check_key(const HttpConnection& connection) const {
 absl::Status Gateway::accepts() const {
   switch (state_) {
     case State::kReady:
-      return no_instance(model_->engine->accepts());
+      return engine_error(model_->engine->accepts());
     case State::kLoading:
       return api_error(503, "the model is still loading", "loading");
     case State::kDraining:
@@ -141,11 +137,11 @@ absl::Status Gateway::accepts() const {
   return api_error(503, "the server is shutting down", "draining");
 }
 
-absl::Status Gateway::accepts_images() const { return no_instance(model_->engine->accepts_images()); }
+absl::Status Gateway::accepts_images() const { return engine_error(model_->engine->accepts_images()); }
 
 absl::Status Gateway::health() const {
   PARVL_RETURN_IF_ERROR(accepts());
-  PARVL_RETURN_IF_ERROR(no_instance(model_->engine->health()));
+  PARVL_RETURN_IF_ERROR(engine_error(model_->engine->health()));
   if (failure_.empty()) return absl::OkStatus();
   return api_error(503, "the last generation failed: " + failure_, "generation_failed");
 }

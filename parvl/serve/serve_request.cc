@@ -43,7 +43,7 @@ struct Deltas {
   void ended(size_t choice, const absl::StatusOr<GenerateResult>& result) {
     --running;
     timer.ended(result);
-    if (failure.ok()) failure = result.status();
+    if (failure.ok()) failure = engine_error(result.status());
     const bool first = choice % n == 0;  // of its prompt; the others find what this one computed, which is no news
     if (result.ok() && first) cached_tokens += result->cached_tokens;
     if (result.ok() && choice == 0) ran_on = result->ran_on;

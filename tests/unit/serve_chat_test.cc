@@ -147,6 +147,28 @@ TEST_F(ServerTest, FailureBeforeTheFirstTokenIsAStatusAlsoForAStream) {
   EXPECT_EQ(chat(body).status, 200);  // the server goes on
 }
 
+TEST_F(ServerTest, WithNothingLeftToRunOnTheCodeIsTheSameInAStream) {
+  start();
+  script_->error = absl::UnavailableError("its instances were lost too often");
+  for (const int64_t tokens : {0, 1}) {
+    script_->fail_after = tokens;
+    Json body = user_says("hi");
+    const TestReply whole = chat(body);
+    EXPECT_EQ(whole.status, 503);
+    EXPECT_EQ(whole.code(), "no_healthy_instance");
+    body["stream"] = true;
+    const TestReply stream = chat(body);
+    if (tokens == 0) {
+      EXPECT_EQ(stream.body, whole.body);
+      continue;
+    }
+    ASSERT_EQ(stream.status, 200);
+    const std::string last = stream.events().back();
+    ASSERT_TRUE(last.starts_with("error:")) << stream.body;
+    EXPECT_EQ(last.substr(6), whole.body);
+  }
+}
+
 TEST_F(ServerTest, DefaultsAndFieldsReachTheGenerator) {
   start();
   EXPECT_EQ(chat(user_says("hi")).status, 200);
