@@ -218,6 +218,11 @@ bool FleetPool::*Fleet::asked(const RequestAction& action) {
   return action.kind == Do::kPlaceEncoding ? &FleetPool::encodes : &FleetPool::generates;
 }
 
+// Whether any instance may come to do it. An image waits for those, too, that could take the encoder on.
+bool Fleet::is_coming(const RequestAction& action) const {
+  return is_coming(asked(action)) || (action.kind == Do::kPlaceEncoding && is_coming(&FleetPool::generates));
+}
+
 RequestEvent Fleet::placed(const RequestAction& action, InstanceId chosen) const {
   return {.kind = action.kind == Do::kPlaceEncoding ? Tell::kEncodingPlaced : Tell::kGenerationPlaced,
           .instance = chosen,
@@ -240,12 +245,7 @@ std::optional<RequestEvent> Fleet::place(RequestId id, Request& request, const R
     request.leave_generation();
   }
   if (const auto chosen = choose(request, action); chosen.has_value()) return placed(action, *chosen);
-  const bool coming = std::any_of(instances_.begin(), instances_.end(), [&](const auto& instance) {
-    const State state = instance->life.state();
-    return (pool_of(*instance).*asked(action) || (encodes && may_add(*instance))) && state != State::kGone &&
-           state != State::kDraining;
-  });
-  if (!coming) return RequestEvent{.kind = Tell::kNowhere, .status = missing(asked(action))};
+  if (!is_coming(action)) return RequestEvent{.kind = Tell::kNowhere, .status = missing(asked(action))};
   // Whoever was under way may wait; a new one only while there is room for it.
   if (encodes && action.attempt == 1 && is_crowded(id)) {
     return RequestEvent{.kind = Tell::kNowhere, .status = crowded()};
@@ -303,6 +303,19 @@ void Fleet::place_parked(double at_s, Actions& out) {
   }
 }
 
+// One after the other: the end of a request takes its other pieces along.
+template <typename Which>
+void Fleet::end_parked(Which which, double at_s, Actions& out) {
+  for (;;) {
+    const auto found = std::find_if(parked_.begin(), parked_.end(), which);
+    if (found == parked_.end()) return;
+    const Parked parked = *found;
+    parked_.erase(found);
+    const RequestEvent nowhere = {.kind = Tell::kNowhere, .status = missing(asked(parked.action))};
+    for (const FleetAction& action : request(parked.request, nowhere, at_s)) out.push_back(action);
+  }
+}
+
 bool Fleet::is_last(const Instance& instance, bool FleetPool::*does) const {
   return pool_of(instance).*does && std::none_of(instances_.begin(), instances_.end(), [&](const auto& one) {
            return one->open && (pool_of(*one).*does || (does == &FleetPool::encodes && this->encodes(*one)));
@@ -326,9 +339,11 @@ bool Fleet::is_awaited(const Instance& instance) const {
   return !requests_.empty() && (is_last(instance, &FleetPool::generates) || is_last(instance, &FleetPool::takes_over));
 }
 
-// What follows from how things stand now, whatever has happened: one that is to go, and on which nothing is left, goes;
-// the encoder is added where it is missing, and given back where it is not needed any more.
+// What follows from how things stand now, whatever has happened: work that waits for nobody ends; one that is to go,
+// and on which nothing is left, goes; the encoder is added where it is missing, and given back where it is not needed
+// any more.
 void Fleet::settle(double at_s, Actions& out) {
+  end_parked([this](const Parked& parked) { return !is_coming(parked.action); }, at_s, out);
   for (const auto& instance : instances_) {
     if (!instance->life.finishes()) continue;
     if (instance->must_move && !is_last(*instance)) {
@@ -349,16 +364,7 @@ Fleet::Actions Fleet::tick(double at_s) {
     if (at_s < instance->life.next_tick_s()) continue;
     carry_out(*instance, instance->life.handle({.kind = InstanceEvent::Kind::kTick, .at_s = at_s}), at_s, out);
   }
-  std::vector<Parked> late;
-  std::erase_if(parked_, [&](const Parked& parked) {
-    if (at_s < parked.since_s + settings_.park_s) return false;
-    late.push_back(parked);
-    return true;
-  });
-  for (const Parked& parked : late) {
-    const RequestEvent nowhere = {.kind = Tell::kNowhere, .status = missing(asked(parked.action))};
-    for (const FleetAction& action : request(parked.request, nowhere, at_s)) out.push_back(action);
-  }
+  end_parked([&](const Parked& parked) { return at_s >= parked.since_s + settings_.park_s; }, at_s, out);
   settle(at_s, out);
   return out;
 }

@@ -51,6 +51,8 @@ class Fleet {
   absl::Status can_generate() const;
   // Likewise that encodes, or can soon, and not too many requests wait for it.
   absl::Status can_encode(double at_s) const;
+  // OK while any can generate so, or may come to: one that starts, or is started again, does; else likewise.
+  absl::Status will_generate() const;
   size_t requests() const { return requests_.size(); }
   // Pieces of their work that wait for an instance: images to be encoded, or generations.
   int64_t parked(bool encodings) const;
@@ -72,10 +74,15 @@ class Fleet {
                                     Actions& out);
   std::optional<RequestEvent> place(RequestId id, Request& request, const RequestAction& action, double at_s);
   static bool FleetPool::*asked(const RequestAction& action);
+  bool has_halves() const;
+  bool is_coming(bool FleetPool::*does) const;
+  bool is_coming(const RequestAction& action) const;
   RequestEvent placed(const RequestAction& action, InstanceId chosen) const;
   std::optional<InstanceId> choose(const Request& request, const RequestAction& action) const;
   void move_all(Instance& instance, double at_s, Actions& out);
   void place_parked(double at_s, Actions& out);
+  template <typename Which>
+  void end_parked(Which which, double at_s, Actions& out);
   bool is_last(const Instance& instance, bool FleetPool::*does) const;
   bool is_last(const Instance& instance) const;
   bool is_awaited(const Instance& instance) const;

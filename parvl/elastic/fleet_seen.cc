@@ -68,9 +68,25 @@ absl::Status Fleet::missing(bool FleetPool::*does) const {
 
 absl::Status Fleet::can_generate() const {
   const absl::Status begins = missing(&FleetPool::generates);
-  const bool halves = std::any_of(settings_.pools.begin(), settings_.pools.end(),
-                                  [](const FleetPool& pool) { return pool.hands_over; });
-  return begins.ok() && halves ? missing(&FleetPool::takes_over) : begins;
+  return begins.ok() && has_halves() ? missing(&FleetPool::takes_over) : begins;
+}
+
+bool Fleet::has_halves() const {
+  return std::any_of(settings_.pools.begin(), settings_.pools.end(),
+                     [](const FleetPool& pool) { return pool.hands_over; });
+}
+
+// Whether any instance does it, or will once it has started.
+bool Fleet::is_coming(bool FleetPool::*does) const {
+  return std::any_of(instances_.begin(), instances_.end(), [&](const auto& instance) {
+    const InstanceState state = instance->life.state();
+    return pool_of(*instance).*does && state != InstanceState::kGone && state != InstanceState::kDraining;
+  });
+}
+
+absl::Status Fleet::will_generate() const {
+  if (!is_coming(&FleetPool::generates)) return missing(&FleetPool::generates);
+  return has_halves() && !is_coming(&FleetPool::takes_over) ? missing(&FleetPool::takes_over) : absl::OkStatus();
 }
 
 absl::Status Fleet::health() const {

@@ -46,11 +46,14 @@ class Engine {
   virtual absl::Status health() const { return absl::OkStatus(); }
   // Any thread. Whether a request that is submitted now has somewhere to run.
   virtual absl::Status accepts() const { return absl::OkStatus(); }
+  // Any thread. Whether one that waits may come to have: not when all that could take it is gone for good.
+  virtual absl::Status will_accept() const { return absl::OkStatus(); }
   // Any thread. Likewise whether its images have, now or soon.
   virtual absl::Status accepts_images() const { return absl::OkStatus(); }
   // Of the processes that it computes with, its first rank's first; empty: this one alone.
   virtual std::vector<int64_t> pids() const { return {}; }
-  // `changed` is called on any thread when max_running() or accepts() may have changed. Set once, before a submit.
+  // `changed` is called on any thread when max_running(), accepts() or will_accept() may have changed. Set once, before
+  // a submit.
   virtual void watch_capacity(std::function<void()> changed) {}
 };
 

@@ -137,6 +137,8 @@ absl::Status Gateway::accepts() const {
   return api_error(503, "the server is shutting down", "draining");
 }
 
+absl::Status Gateway::will_accept() const { return engine_error(model_->engine->will_accept()); }
+
 absl::Status Gateway::accepts_images() const { return engine_error(model_->engine->accepts_images()); }
 
 absl::Status Gateway::health() const {
@@ -311,7 +313,8 @@ void Gateway::model_loaded(std::unique_ptr<LoadedModel> model) {
   if (state_ == State::kLoading) state_ = State::kReady;
 }
 
-// Of what the engine can do now. With no instance there is nothing to be had a turn for; who waits, waits on.
+// Of what the engine can do now. With no instance there is nothing to be had a turn for; who waits, waits on for one
+// that is started again, and else hears that there will be none.
 void Gateway::set_limits() {
   if (model_ == nullptr) return;
   Admission::Limits limits;
@@ -321,6 +324,8 @@ void Gateway::set_limits() {
   limits.tokens = static_cast<size_t>(tokens > 0 ? tokens : kQueueTokens * held);
   if (limits.running == 0) limits.tokens = admission_.limits().tokens;
   admission_.set_limits(limits);
+  if (will_accept().ok()) return;
+  for (Wakeup* wakeup : active_) wakeup->notify();
 }
 
 // Requests are still taken while the server is unhealthy: only one that succeeds can show that the trouble is over. A

@@ -56,6 +56,7 @@ class Gateway : public HttpHandler {
   State state() const { return state_; }
   // accepts requests, all instances' pools serve, and the last generation did not fail
   absl::Status health() const;
+  absl::Status will_accept() const;     // whether a request that waits for its turn may come to have one
   absl::Status accepts_images() const;  // whether there is, or soon will be, somewhere to encode them
   size_t active() const { return active_.size(); }
 

@@ -48,6 +48,19 @@ asio::awaitable<void> Patience::give_up() {
   co_await connection_.reply_error(std::move(status), std::move(headers));
 }
 
+asio::awaitable<bool> Patience::wait_for_turn(const Admission::Ticket& ticket) {
+  while (!over()) {
+    if (ticket.has_credit()) co_return true;
+    if (absl::Status gone = gateway_.will_accept(); !gone.ok()) {
+      co_await connection_.reply_error(std::move(gone));
+      co_return false;
+    }
+    co_await connection_.wakeup()->wait();
+  }
+  co_await give_up();
+  co_return false;
+}
+
 HttpConnection::Headers retry_after(const Gateway& gateway) {
   return {{"Retry-After", std::to_string(gateway.admission().retry_after_s())}};
 }

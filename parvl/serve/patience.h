@@ -32,6 +32,9 @@ class Patience {
   // Stopped when the time is up, the server cuts what runs, or run() gave up; any thread.
   std::stop_token stop_token() const { return stop_.get_token(); }
 
+  // Until the turn of `ticket` has come. False: it has had its answer, since it is over, or nobody is left to take it.
+  asio::awaitable<bool> wait_for_turn(const Admission::Ticket& ticket);
+
   // Work on a thread of a pool. Destroyed before it is done, it is given up and stop_token() stopped: who does that has
   // no more use for the request.
   template <typename Work>

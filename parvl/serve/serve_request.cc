@@ -342,8 +342,7 @@ asio::awaitable<void> serve_request(Gateway& gateway, HttpConnection& connection
   patience.start_waiting();
   const auto grammar = co_await make_grammar(gateway, patience, *request, *ticket);
   if (!patience.over() && !grammar->ok()) co_return co_await connection.reply_error(grammar->status());
-  while (!ticket->has_credit() && !patience.over()) co_await connection.wakeup()->wait();
-  if (patience.over()) co_return co_await patience.give_up();
+  if (!co_await patience.wait_for_turn(*ticket)) co_return;
   patience.stop_waiting();
   timer.lap(Stage::kQueue);
 

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import unittest
+import urllib.request
 
 from pools_common import KINDS, LONG, POOLS, REPLICAS, SMALL, Answer, Compared, KilledForGood, Pools, Refused, Waiting, check_replay
 from serve_common import Server, ask, data_uri, need_model, png
@@ -284,6 +285,21 @@ class Replicas(unittest.TestCase):
             for answer in running:
                 self.assertTrue(answer.read_all().done)
             self.assertTrue(waiting.result().done)
+
+    def test_who_waits_hears_at_once_that_the_last_llm_instance_is_drained(self):
+        with Pools(REPLICAS.replace("replicas: 2", "replicas: 1"), *SMALL, "--max-num-seqs", "1") as server:
+            text = [{"role": "user", "content": "what color is it?"}]
+            long = {**LONG, "max_tokens": 900, "logprobs": False, "top_logprobs": 0}
+            running = Answer(server, text, **long, n=6)  # one after the other
+            waiting = [Waiting(server, text, **long) for _ in range(4)]
+            server.wait_for(lambda: server.figure("parvl_queue_requests") >= 4)
+            drain = urllib.request.Request(server.ready_line.split()[4] + "/drain?instance=0", method="POST")
+            urllib.request.urlopen(drain, timeout=30).close()
+            for one in waiting:
+                with self.assertRaisesRegex(Refused, r"503 .*no_healthy_instance.*no instance can take it \(llm-pool: instance 0 is (draining|gone)\)"):
+                    one.result()
+            self.assertTrue(running.read_all().done)
+            self.assertEqual(server.stop(), 0)
 
     def test_instances_end_with_a_gateway_that_is_killed(self):
         server = Pools(REPLICAS, *SMALL)

@@ -51,6 +51,43 @@ TEST(Drain, TheLastOneToGenerateFinishesWhatItHasHoweverLongThatTakes) {
   EXPECT_EQ(replay_fleet(world.record)->differing_line, 0);
 }
 
+TEST(Drain, WorkThatWaitsEndsAtOnceWhenWhoItWaitsForIsDrained) {
+  for (const size_t items : {size_t{0}, size_t{1}}) {
+    FleetSettings settings = two_pools();
+    for (FleetPool& pool : settings.pools) pool.instances = 1;
+    World world(settings);
+    world.open_all();
+    const auto drain = [&](int64_t id) {
+      world.take(world.fleet.instance(InstanceId{id}, {.kind = Said::kDrain, .at_s = world.now}));
+    };
+    for (const int64_t id : {0, 1}) world.die(InstanceId{id});
+    EXPECT_TRUE(absl::IsUnavailable(world.fleet.fleet().can_generate()));
+    EXPECT_TRUE(world.fleet.fleet().will_generate().ok()) << "it is started again";
+    world.arrive(1, items, 1);
+    EXPECT_EQ(world.fleet.fleet().parked(items > 0), 1);
+    drain(0);
+    EXPECT_EQ(world.clients[1].ends, 0) << "the LLM's may take the encoder on when it is back";
+    EXPECT_TRUE(world.fleet.fleet().will_generate().ok());
+    drain(1);
+    EXPECT_EQ(world.clients[1].ends, 1);
+    EXPECT_TRUE(absl::IsUnavailable(world.clients[1].status)) << world.clients[1].status;
+    EXPECT_TRUE(absl::IsUnavailable(world.fleet.fleet().will_generate()));
+    EXPECT_EQ(replay_fleet(world.record)->differing_line, 0);
+  }
+}
+
+TEST(Drain, NobodyIsLeftToGenerateOnceEitherHalfIsDrained) {
+  for (const int64_t first : {0, 2}) {
+    World world(halves(false));
+    world.open_all();
+    for (const int64_t id : {first, first + 1}) {
+      EXPECT_TRUE(world.fleet.fleet().will_generate().ok());
+      world.take(world.fleet.instance(InstanceId{id}, {.kind = Said::kDrain, .at_s = world.now}));
+    }
+    EXPECT_TRUE(absl::IsUnavailable(world.fleet.fleet().will_generate()));
+  }
+}
+
 // Nobody dies: whatever is drained, and however slowly all goes, no request that was taken before fails.
 RC_GTEST_PROP(Drain, NoDrainEndsARequestUnderWay, ()) {
   const int shape = *rc::gen::inRange(0, 3);

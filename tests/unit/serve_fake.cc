@@ -152,6 +152,16 @@ absl::Status FakeEngine::accepts_images() const {
   return script_->images_refused;
 }
 
+absl::Status FakeEngine::will_accept() const {
+  std::lock_guard lock(script_->mutex);
+  return script_->gone;
+}
+
+void FakeEngine::watch_capacity(std::function<void()> changed) {
+  std::lock_guard lock(script_->mutex);
+  script_->capacity_changed = std::move(changed);
+}
+
 EngineStats FakeEngine::stats() const {
   std::lock_guard lock(script_->mutex);
   return script_->stats;

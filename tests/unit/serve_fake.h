@@ -33,6 +33,8 @@ struct FakeScript {
   int64_t fail_after = -1;                  // tokens before `error` is returned; -1: never
   absl::Status error;
   absl::Status images_refused;                    // accepts_images()
+  absl::Status gone;                              // will_accept()
+  std::function<void()> capacity_changed;         // as the gateway wants to be told
   int64_t started = 0, ended = 0, cancelled = 0;  // generations
   std::vector<Prompt> prompts;
   std::vector<SamplingParams> samplings;
@@ -67,6 +69,8 @@ class FakeEngine : public Engine {
   void cancel(RequestId id) override;
   EngineStats stats() const override;
   absl::Status accepts_images() const override;
+  absl::Status will_accept() const override;
+  void watch_capacity(std::function<void()> changed) override;
 
  private:
   struct Job {

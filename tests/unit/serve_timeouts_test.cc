@@ -95,6 +95,37 @@ TEST_F(TimeoutTest, ARequestThatGetsNoTurnIs503AndIsNeverRun) {
   expect_refused("queue_timeout", 1);
 }
 
+TEST_F(TimeoutTest, WhoWaitsIsAnsweredOnceNobodyIsLeftToTakeIt) {
+  options_.queue_timeout = options_.request_timeout = milliseconds(0);
+  start();
+  close_gate();
+  auto runs = send(user_says("runs")), ready = send(user_says("ready"));
+  ASSERT_TRUE(wait_started(1));
+  ASSERT_TRUE(wait_admitted(2));
+  auto waits = send(user_says("waits"));
+  ASSERT_TRUE(wait_admitted(3));
+  const auto tell = [&](const absl::Status& gone) {
+    std::function<void()> changed;
+    {
+      std::lock_guard lock(script_->mutex);
+      script_->gone = gone;
+      changed = script_->capacity_changed;
+    }
+    changed();
+  };
+  tell(absl::OkStatus());  // not so many instances, but some: it waits on
+  tell(absl::UnavailableError("instance 1 is gone"));
+  const TestReply reply = waits->read_reply();
+  EXPECT_EQ(reply.status, 503);
+  EXPECT_EQ(reply.code(), "no_healthy_instance");
+  EXPECT_THAT(reply.message(), HasSubstr("instance 1 is gone"));
+  ASSERT_TRUE(wait_admitted(2));
+  EXPECT_EQ(send(user_says("late"))->read_reply().status, 503) << "it finds nobody either";
+  open_gate();
+  EXPECT_EQ(runs->read_reply().status, 200) << "what has somewhere to run is done there";
+  EXPECT_EQ(ready->read_reply().status, 200);
+}
+
 TEST_F(TimeoutTest, ZeroMeansWithoutEnd) {
   options_.queue_timeout = options_.request_timeout = milliseconds(0);
   start();

@@ -203,6 +203,7 @@ void FleetEngine::publish() {
   next.capacity = fleet.capacity();
   next.health = fleet.health();
   next.accepts = fleet.can_generate();
+  next.will_accept = fleet.will_generate();
   if (encoders_.has_value()) next.accepts_images = fleet.can_encode(now());
   std::function<void()> tell;
   {
@@ -217,7 +218,8 @@ void FleetEngine::publish() {
       next.kv_tokens += one.open && !passes ? one.room.kv_tokens : 0;
     }
     const bool differs = next.capacity != published_.capacity || next.kv_tokens != published_.kv_tokens ||
-                         next.accepts.ok() != published_.accepts.ok();
+                         next.accepts.ok() != published_.accepts.ok() ||
+                         next.will_accept.ok() != published_.will_accept.ok();
     if (differs) tell = capacity_changed_;
     published_ = std::move(next);
   }
@@ -297,6 +299,10 @@ absl::Status FleetEngine::health() const {
 absl::Status FleetEngine::accepts() const {
   std::lock_guard lock(mutex_);
   return published_.accepts;
+}
+absl::Status FleetEngine::will_accept() const {
+  std::lock_guard lock(mutex_);
+  return published_.will_accept;
 }
 absl::Status FleetEngine::accepts_images() const {
   std::lock_guard lock(mutex_);

@@ -55,6 +55,7 @@ class FleetEngine : public Engine {
   EngineStats stats() const override;  // of all instances together, those that are gone included
   absl::Status health() const override;
   absl::Status accepts() const override;
+  absl::Status will_accept() const override;
   absl::Status accepts_images() const override;
   void watch_capacity(std::function<void()> changed) override;
 
@@ -121,7 +122,8 @@ class FleetEngine : public Engine {
     std::vector<InstanceStatus> instances;
     std::vector<EngineStats> by_pool;
     EngineStats stats;
-    absl::Status health = absl::UnavailableError("no instance has started yet"), accepts = health, accepts_images;
+    absl::Status health = absl::UnavailableError("no instance has started yet"), accepts = health, accepts_images,
+                 will_accept;
     int64_t capacity = 0, kv_tokens = 0, parked_encodings = 0, parked_generations = 0;
   };
   mutable std::mutex mutex_;
