@@ -80,6 +80,27 @@ TEST(TransferBoundTest, MemoryDoesNotTakeTheLastDescriptors) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &was), 0);
 }
 
+TEST(TransferBoundTest, AReaderWithoutADescriptorLeftSaysSo) {
+  const auto source = start_source();
+  const auto sink = start_sink(sink_options(TransferLane::kSharedMemory));
+  const TransferHandle first = publish(*source, one_tensor(1 << 20), 1);
+  const TransferHandle second = publish(*source, one_tensor(2 << 20), 2);
+  ASSERT_TRUE(sink->pull(first, 10).ok()) << "from now on they are connected";
+  rlimit was{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &was), 0);
+  const int next = ::dup(0);
+  ::close(next);
+  const rlimit none{static_cast<rlim_t>(next), was.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const absl::Status status = sink->pull(second, 10).status();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &was), 0);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(status.message(), HasSubstr("`ulimit -n`"));
+  const auto view = sink->pull(second, 10);
+  ASSERT_TRUE(view.ok()) << view.status();
+  EXPECT_TRUE(has_bytes_of(*view, 2));
+}
+
 // Sizes that change make free memory of old sizes go, not the bound.
 TEST(TransferBoundTest, FreeMemoryIsGivenBackForOtherSizes) {
   TransferSourceOptions options = source_options();

@@ -51,6 +51,11 @@ absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::create(int64_t bytes, co
 }
 
 absl::StatusOr<std::unique_ptr<SharedSlab>> SharedSlab::map(const FileDescriptor& descriptor, int64_t bytes) {
+  // The system drops one that comes while the process has as many as it may.
+  if (!descriptor) {
+    return absl::ResourceExhaustedError(
+        "the descriptor of the shared memory did not arrive, as when this process has as many as it may (`ulimit -n`)");
+  }
   struct stat found {};
   const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
   if (bytes <= 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(descriptor.get(), &found) != 0 ||

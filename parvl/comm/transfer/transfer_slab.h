@@ -18,7 +18,8 @@ class SharedSlab {
   // New, of this size for ever, writable here; `label` shows in /proc. ResourceExhausted: no memory, or
   // so few descriptors that others of this process will need them.
   static absl::StatusOr<std::unique_ptr<SharedSlab>> create(int64_t bytes, const std::string& label);
-  // Another process's, read-only. InvalidArgument: it could shrink under the reader, or is smaller than `bytes`.
+  // Another process's, read-only. InvalidArgument: it could shrink under the reader, or is smaller than `bytes`;
+  // ResourceExhausted: no descriptor came, since this process has no number left for one.
   static absl::StatusOr<std::unique_ptr<SharedSlab>> map(const FileDescriptor& descriptor, int64_t bytes);
   ~SharedSlab();
   SharedSlab(const SharedSlab&) = delete;
