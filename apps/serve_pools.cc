@@ -9,6 +9,7 @@
 
 #include "apps/local_instances.h"
 #include "parvl/base/env.h"
+#include "parvl/base/fingerprint.h"
 #include "parvl/base/gpu_driver.h"
 #include "parvl/base/log.h"
 #include "parvl/base/memory.h"
@@ -271,6 +272,7 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   log_info("each pool keeps its instances: scaling by load is not available yet");
   options.fleet.instance.drain_s = pools.allocation.scheduler.drain_timeout_seconds;
   options.model_dir = base.model_dir;
+  PARVL_ASSIGN_OR_RETURN(options.fingerprint, fingerprint_model(base.model_dir));
   options.pixels = base.pixels;
   if (!engine.record_path.empty()) {
     PARVL_ASSIGN_OR_RETURN(options.record, record_to(engine.record_path, engine.record_max_bytes));

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 
-from serve_common import PARVL, Server
+from serve_common import MODEL, PARVL, Server
 
 POOLS = """
 cluster:
@@ -68,12 +68,12 @@ class Compared:
 class Pools(Server):
     """A server with an allocation; `instances()` are the processes that it has told of, by instance."""
 
-    def __init__(self, allocation, *flags, devices=None):
+    def __init__(self, allocation, *flags, devices=None, model=MODEL):
         self.folder = tempfile.TemporaryDirectory()
         path = pathlib.Path(self.folder.name) / "allocation.yaml"
         path.write_text(allocation)
         devices = devices or ("gpu-24gb=cpu,gpu-40gb=cpu" if "24gb" in allocation else "gpu-40gb=cpu")
-        super().__init__("--config", str(path), "--device-map", devices, "--dtype", "float32", *flags)
+        super().__init__("--config", str(path), "--device-map", devices, "--dtype", "float32", *flags, model=model)
 
     def status(self):
         with urllib.request.urlopen(self.ready_line.split()[4] + "/status", timeout=30) as reply:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import tempfile
 import threading
@@ -13,7 +14,7 @@ import unittest
 import urllib.request
 
 from pools_common import KINDS, LONG, POOLS, REPLICAS, SMALL, Answer, Compared, KilledForGood, Pools, Refused, Waiting, check_replay
-from serve_common import Server, ask, data_uri, need_model, png
+from serve_common import MODEL, Server, ask, data_uri, need_model, png
 
 
 def hang_busiest_thread(pid):
@@ -300,6 +301,22 @@ class Replicas(unittest.TestCase):
                     one.result()
             self.assertTrue(running.read_all().done)
             self.assertEqual(server.stop(), 0)
+
+    def test_an_instance_that_is_started_again_refuses_other_weights(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = pathlib.Path(folder) / "model"
+            shutil.copytree(MODEL, model)
+            with Pools(REPLICAS.replace("replicas: 2", "replicas: 1"), *SMALL, model=model) as server:
+                weights = max(model.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+                shutil.copy2(weights, folder + "/new")
+                os.rename(folder + "/new", weights)
+                os.kill(server.instances()[0][1], signal.SIGKILL)
+                why = f"the files of {model} have changed since the server started"
+                server.wait_for(lambda: why in server.status()["instances"][0]["reason"])
+                self.assertRegex("".join(server.errors), f"instance 0 of llm-pool failed \\({why}, .*; restart the server\\)")
+                status, _, body = server.chat(messages=[{"role": "user", "content": "what color is it?"}], max_tokens=1)
+                self.assertEqual((status, body["error"]["code"]), (503, "no_healthy_instance"))
+                self.assertIn(why, body["error"]["message"])
 
     def test_instances_end_with_a_gateway_that_is_killed(self):
         server = Pools(REPLICAS, *SMALL)

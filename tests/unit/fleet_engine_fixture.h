@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "parvl/base/fingerprint.h"
 #include "parvl/serve/pools/fleet_engine.h"
 #include "tests/unit/pools_fixture.h"
 
@@ -65,6 +66,7 @@ class FleetEngineTest : public testing::Test {
     options.fleet.instance.backoff_first_s = 0.01;
     options.fleet.instance.backoff_most_s = 0.25;
     options.model_dir = folder_.path();
+    options.fingerprint = *fingerprint_model(folder_.path());
     options.front.prompts = *PromptBuilder::load(folder_.path());
     options.front.end_tokens = {kEnd};
     options.front.max_model_len = 1000;
@@ -72,9 +74,7 @@ class FleetEngineTest : public testing::Test {
     options.feature_bytes = feature_bytes_;
     auto threads = std::make_unique<Threads>(script_, folder_.path());
     threads_ = threads.get();
-    auto engine = FleetEngine::start(std::move(options), std::move(threads), kClock);
-    if (!engine.ok()) return engine.status();
-    engine_ = *std::move(engine);
+    PARVL_ASSIGN_OR_RETURN(engine_, FleetEngine::start(std::move(options), std::move(threads), kClock));
     return absl::OkStatus();
   }
 

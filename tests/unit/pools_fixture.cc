@@ -202,6 +202,7 @@ void Threads::start(const InstanceLaunch& launch) {
       std::lock_guard lock(script_->mutex);
       ++script_->started[static_cast<size_t>(launch.instance.value)];
       script_->changed.notify_all();
+      if (script_->on_load) script_->on_load();
       if (!script_->refusal.ok()) return script_->refusal;
       return counting_engine(script_, static_cast<size_t>(launch.instance.value), folder_, options.hooks);
     };

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -28,6 +29,7 @@ struct Script {
   std::condition_variable changed;
   std::vector<int64_t> allowed = std::vector<int64_t>(4, int64_t{1} << 40);  // tokens, by instance
   absl::Status refusal, encoder_refusal;
+  std::function<void()> on_load;  // called while an engine is made; null: nothing
   std::vector<int> started = std::vector<int>(4, 0), encoders = started;  // engines of both kinds, by instance
   std::vector<bool> dead = std::vector<bool>(4, false);                   // its processes end as soon as they start
 

@@ -153,6 +153,40 @@ TEST_F(FleetEngineTest, AnInstanceThatRefusesItsModulesSaysWhyAtTheStart) {
   EXPECT_THAT(status.message(), HasSubstr("of llm-pool cannot start: the weights do not fit"));
 }
 
+TEST_F(FleetEngineTest, AnInstanceThatIsStartedAgainRefusesAModelThatHasChanged) {
+  ASSERT_TRUE(start(1).ok());
+  write_model_folder(folder_.path());  // the same content, in other files
+  threads_->die(InstanceId{0}, 1);
+  ASSERT_TRUE(wait_for([](const auto& all) { return all[0].failures >= 2; }));
+  const InstanceStatus refused = engine_->instances()[0];
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused.refusal)) << refused.refusal;
+  EXPECT_THAT(refused.reason, HasSubstr("the files of " + folder_.path() + " have changed since the server started"));
+  EXPECT_THAT(refused.reason, HasSubstr("restart the server"));
+  EXPECT_EQ(script_->started[0], 1) << "nothing was loaded";
+}
+
+TEST_F(FleetEngineTest, AModelThatChangesWhileItIsLoadedIsRefused) {
+  script_->on_load = [this] { write_model_folder(folder_.path()); };
+  const absl::Status status = start(1);
+  EXPECT_THAT(status.message(), HasSubstr("have changed since the server started")) << status;
+}
+
+TEST_F(FleetEngineTest, AnEncoderOfAModelThatHasChangedIsNotAdded) {
+  settings_.add_after_s = 0.05;
+  settings_.park_s = 2;
+  ASSERT_TRUE(start_apart().ok());
+  write_model_folder(folder_.path());
+  set_encoder(false);
+  const auto image = submit(100, 4, nullptr, 9);
+  ASSERT_TRUE(image->over()) << "by its limit";
+  EXPECT_TRUE(absl::IsUnavailable((*image->end).status())) << (*image->end).status();
+  for (const size_t id : {1, 2}) {
+    EXPECT_EQ(engine_->instances()[id].added, AddedEncoder::kNone);
+    EXPECT_EQ(script_->encoders[id], 0) << "nothing was loaded";
+    EXPECT_TRUE(engine_->instances()[id].open) << "it goes on with what it has";
+  }
+}
+
 TEST_F(FleetEngineTest, AnInstanceThatGeneratesTakesTheEncoderOnAndGivesItBack) {
   settings_.add_after_s = settings_.add_idle_s = 0.05;
   ASSERT_TRUE(start_apart().ok());

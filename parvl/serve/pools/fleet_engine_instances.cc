@@ -157,6 +157,7 @@ void FleetEngine::assign(InstanceId id, const EngineOptions& engine, int64_t add
   wire::Command command;
   wire::Assign& message = *command.mutable_assign();
   message.set_model_dir(options_.model_dir);
+  message.set_fingerprint(options_.fingerprint);
   message.set_encodes_alone(adds != 0 || (!pool.generates && !pool.takes_over));
   message.set_adds(adds);
   message.set_transfer_bytes(options_.feature_bytes);

@@ -17,6 +17,7 @@ class PixelStore;
 struct FleetOptions {
   FleetSettings fleet;
   std::string model_dir;
+  std::string fingerprint;                   // of that directory when the server started, see base/fingerprint.h
   EngineFront front;                         // of that directory
   RecordedFleet::Write record;               // null: nothing is recorded
   std::vector<EngineOptions> engines;        // of the instances of each pool

@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "parvl/base/fingerprint.h"
 #include "parvl/base/job_thread.h"
 #include "parvl/base/memory.h"
 #include "parvl/base/shared_block.h"
@@ -28,6 +29,16 @@ namespace {
 
 constexpr std::chrono::milliseconds kSignOfLife{500};
 constexpr int64_t kPage = 4096;
+
+// Answers that move between instances must come of the same weights. Asked before they are read and after, since that
+// takes its time.
+absl::Status check_model(const wire::Assign& assign) {
+  PARVL_ASSIGN_OR_RETURN(const std::string found, fingerprint_model(assign.model_dir()));
+  if (found == assign.fingerprint()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("the files of ", assign.model_dir(),
+                                                    " have changed since the server started, and instances with "
+                                                    "different weights must not share requests; restart the server"));
+}
 
 class Worker {
  public:
@@ -255,7 +266,9 @@ class Worker {
     EngineOptions options = read_options(assign);
     options.hooks = hooks();
     options.load.memory_limit_bytes = room_for_encoder(options);
+    PARVL_RETURN_IF_ERROR(check_model(assign));
     PARVL_ASSIGN_OR_RETURN(auto engine, loaders_.encoder(assign.model_dir(), options));
+    PARVL_RETURN_IF_ERROR(check_model(assign));
     PARVL_RETURN_IF_ERROR(warm_up(*engine, assign.model_dir()));
     // No two sources of a process have the same name.
     const std::string name = absl::StrCat(instance_name(InstanceId{options_.instance}), "-added-", ++added_);
@@ -290,6 +303,7 @@ class Worker {
     EngineOptions options = read_options(assign);
     options.hooks = hooks();
     model_dir_ = assign.model_dir();
+    PARVL_RETURN_IF_ERROR(check_model(assign));
     wire::Said said;
     wire::Loaded& loaded = *said.mutable_loaded();
     if (assign.encodes_alone()) {
@@ -314,6 +328,7 @@ class Worker {
       }
       generates_ = std::make_unique<GenerateService>(std::move(engine), *sink_, *stream_, std::move(shelf));
     }
+    PARVL_RETURN_IF_ERROR(check_model(assign));
     ready_ = true;
     say(std::move(said));
     return absl::OkStatus();
