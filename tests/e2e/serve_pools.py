@@ -333,5 +333,24 @@ class Replicas(unittest.TestCase):
             Pools(REPLICAS, "--kv-cache-memory-bytes", "1000")
 
 
+class Slo(unittest.TestCase):
+    def test_the_slo_bounds_the_steps_that_answers_wait_for(self):
+        """Beside an answer a prompt goes in pieces where no step is quick enough, and in one step where nothing is asked of it."""
+        need_model()
+        steps = []
+        for slo in ("", "slo: {tpot_ms: 0.001}\n"):
+            server = Pools(REPLICAS.replace("replicas: 2", "replicas: 1") + slo, *SMALL)
+            try:
+                answer = Answer(server, ask("count"), max_tokens=800, ignore_eos=True, logprobs=True).read_until(1)
+                other = Answer(server, ask("red square " * 40), max_tokens=1).read_all()
+                self.assertEqual(len(answer.read_all().tokens), 800)
+                steps.append(server.figure("parvl_work_total", 'work="prefill"'))
+            finally:
+                server.stop()
+        self.assertLessEqual(steps[0], 3)  # of the warm-up and of both prompts
+        self.assertGreaterEqual(steps[1], (other.usage["prompt_tokens"] - 32) // 16)  # the first blocks are those of the answer's prompt
+        self.assertGreater(steps[1], steps[0])
+
+
 if __name__ == "__main__":
     unittest.main()
