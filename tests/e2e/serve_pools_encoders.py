@@ -33,7 +33,8 @@ class EncoderGone(unittest.TestCase):
                 self.assertEqual((answer.error, answer.done, answer.text, answer.finish), (None, True, self.want.text, self.want.finish))
                 for (_, a), (_, b) in zip(answer.tokens, self.want.tokens):
                     self.assertAlmostEqual(a, b, delta=1e-4)
-                self.assertRegex(answer.usage["ran_on"]["vision_encoder"], r"^instance \d of llm-pool$")
+                # One of the pool's own may have begun it: it can be ready for a moment before it is killed.
+                self.assertRegex(answer.usage["ran_on"]["vision_encoder"], r"\b\d of llm-pool$")
                 self.assertEqual(len(added()), 1)
                 self.assertEqual(added()[0]["modules"], ["llm_backbone", "vision_encoder", "projector"])
                 log = "".join(server.errors)
