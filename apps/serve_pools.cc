@@ -2,13 +2,13 @@
 
 #include <absl/strings/str_format.h>
 #include <absl/strings/str_join.h>
+#include <absl/types/span.h>
 
 #include <algorithm>
 #include <random>
 #include <set>
 
 #include "apps/local_instances.h"
-#include "parvl/base/env.h"
 #include "parvl/base/fingerprint.h"
 #include "parvl/base/gpu_driver.h"
 #include "parvl/base/log.h"
@@ -41,6 +41,11 @@ std::string modules_text(const PoolPlan& pool) {
   });
 }
 
+bool holds(const PoolPlan& pool, ModuleName name) {
+  return std::any_of(pool.modules.begin(), pool.modules.end(),
+                     [name](const PlacedModule& placed) { return placed.module == name; });
+}
+
 // Of the LLM, where the pool has it.
 ModuleLayout backbone_layout(const PoolPlan& pool) {
   for (const PlacedModule& placed : pool.modules) {
@@ -62,7 +67,7 @@ absl::StatusOr<GpuPlacement> place_here(const PoolServing& pools) {
   }
   if (on_gpus.empty()) return GpuPlacement();
   PARVL_ASSIGN_OR_RETURN(const int64_t count, count_gpus());
-  return place_on_gpus(on_gpus, gpu_names(get_env("CUDA_VISIBLE_DEVICES"), count));
+  return place_on_gpus(on_gpus, gpu_names(count));
 }
 
 // Of all ranks of an instance.
@@ -139,9 +144,17 @@ absl::StatusOr<PoolServing> read_pools(const std::string& config, const std::str
 
 namespace {
 
-// FILE:LINE: 'KEY' of what cuts the module over several devices of an instance in a way that `cut` names.
+// What cuts a module over the devices of an instance; the LLM not by the last two yet.
+using Cut = std::pair<const char*, std::optional<int64_t> ModuleSpec::*>;
+constexpr Cut kCuts[] = {{"tp_size", &ModuleSpec::tp},
+                         {"pp_size", &ModuleSpec::pp},
+                         {"sp_size", &ModuleSpec::sp},
+                         {"dp_size", &ModuleSpec::dp}};
+constexpr absl::Span<const Cut> kNotOfLlm = absl::MakeConstSpan(kCuts).subspan(2);
+
+// FILE:LINE: 'KEY' of which of `cut` cuts the module.
 std::string cut_place(const Allocation& allocation, const PoolPlan& pool, ModuleName name,
-                      std::initializer_list<std::pair<const char*, std::optional<int64_t> ModuleSpec::*>> cut) {
+                      absl::Span<const Cut> cut = kCuts) {
   for (const ModuleSpec& module : allocation.modules) {
     if (module.pool != pool.name || module.module != name) continue;
     for (const auto& [key, size] : cut) {
@@ -157,13 +170,9 @@ absl::Status check_half(const Allocation& allocation, const PoolPlan& pool) {
   const bool half = pool.role == PoolRole::kPrefill || pool.role == PoolRole::kDecode;
   if (!half || pool.devices_an_instance == 1) return absl::OkStatus();
   return absl::UnimplementedError(absl::StrCat(
-      cut_place(allocation, pool, ModuleName::kBackbone,
-                {{"tp_size", &ModuleSpec::tp},
-                 {"pp_size", &ModuleSpec::pp},
-                 {"sp_size", &ModuleSpec::sp},
-                 {"dp_size", &ModuleSpec::dp}}),
-      ": an instance of several devices with the role ", std::string(kRoleNames[static_cast<size_t>(pool.role)]),
-      " is not available yet; leave it out, or give ", pool.name, " the role llm"));
+      cut_place(allocation, pool, ModuleName::kBackbone), ": an instance of several devices with the role ",
+      std::string(kRoleNames[static_cast<size_t>(pool.role)]), " is not available yet; leave it out, or give ",
+      pool.name, " the role llm"));
 }
 
 // Over the devices of an instance the LLM is cut by tensors and layers; its encoder is whole, on each.
@@ -173,27 +182,18 @@ absl::Status check_cut(const Allocation& allocation, const PoolPlan& pool, const
   if (placed.module == ModuleName::kBackbone) {
     if (layout.tp * layout.pp == layout.product()) return absl::OkStatus();
     return absl::UnimplementedError(absl::StrCat(
-        cut_place(allocation, pool, placed.module, {{"sp_size", &ModuleSpec::sp}, {"dp_size", &ModuleSpec::dp}}), ": ",
-        name, " cut so is not available yet; leave it out: valid here are tp_size and pp_size, or more replicas"));
+        cut_place(allocation, pool, placed.module, kNotOfLlm), ": ", name,
+        " cut so is not available yet; leave it out: valid here are tp_size and pp_size, or more replicas"));
   }
   if (layout.product() == 1 || (layout.dp == layout.product() && pool.role == PoolRole::kLlm)) return absl::OkStatus();
-  return absl::UnimplementedError(absl::StrCat(cut_place(allocation, pool, placed.module,
-                                                         {{"tp_size", &ModuleSpec::tp},
-                                                          {"pp_size", &ModuleSpec::pp},
-                                                          {"sp_size", &ModuleSpec::sp},
-                                                          {"dp_size", &ModuleSpec::dp}}),
-                                               ": ", name,
+  return absl::UnimplementedError(absl::StrCat(cut_place(allocation, pool, placed.module), ": ", name,
                                                " over several devices of an instance is not available yet; ",
                                                "leave it out, and give more replicas"));
 }
 
 // What passes between the encoder and the projector is not sent.
 absl::Status check_together(const Allocation& allocation, const PoolPlan& pool) {
-  const auto holds = [&pool](ModuleName name) {
-    return std::any_of(pool.modules.begin(), pool.modules.end(),
-                       [name](const PlacedModule& placed) { return placed.module == name; });
-  };
-  if (holds(ModuleName::kVisionEncoder) == holds(ModuleName::kProjector)) return absl::OkStatus();
+  if (holds(pool, ModuleName::kVisionEncoder) == holds(pool, ModuleName::kProjector)) return absl::OkStatus();
   for (const ModuleSpec& module : allocation.modules) {
     if (module.module != ModuleName::kProjector) continue;
     return absl::UnimplementedError(absl::StrCat(module.where.at("pool"), " (", module.pool,
@@ -242,14 +242,10 @@ absl::StatusOr<std::unique_ptr<Engine>> start_pools(const PoolServing& pools, co
   PARVL_ASSIGN_OR_RETURN(const SharedWeights shared, share_weights(pools));
   const int64_t room = cpu_room(pools, shared);
   for (const PoolPlan& pool : pools.plan.pools) {
-    const auto holds = [&pool](ModuleName module) {
-      return std::any_of(pool.modules.begin(), pool.modules.end(),
-                         [&](const PlacedModule& placed) { return placed.module == module; });
-    };
     options.fleet.pools.push_back({.name = pool.name,
                                    .instances = pool.instances,
-                                   .encodes = holds(ModuleName::kVisionEncoder),
-                                   .generates = holds(ModuleName::kBackbone) && pool.role != PoolRole::kDecode,
+                                   .encodes = holds(pool, ModuleName::kVisionEncoder),
+                                   .generates = holds(pool, ModuleName::kBackbone) && pool.role != PoolRole::kDecode,
                                    .hands_over = pool.role == PoolRole::kPrefill,
                                    .takes_over = pool.role == PoolRole::kDecode});
     EngineOptions own = engine;

@@ -5,9 +5,6 @@
 #include <absl/strings/str_split.h>
 #include <dlfcn.h>
 
-#include <string>
-#include <vector>
-
 #include "parvl/base/env.h"
 
 namespace parvl {
@@ -27,11 +24,22 @@ absl::StatusOr<int64_t> count_gpus() {
   return out;
 }
 
+std::vector<std::string> gpu_names(int64_t count) {
+  std::vector<std::string> out;
+  if (const std::string visible = get_env("CUDA_VISIBLE_DEVICES"); !visible.empty()) {
+    out = absl::StrSplit(visible, ',');
+    if (static_cast<int64_t>(out.size()) > count) out.resize(static_cast<size_t>(count));  // CUDA stops at a wrong name
+    return out;
+  }
+  for (int64_t i = 0; i < count; ++i) out.push_back(absl::StrCat(i));
+  return out;
+}
+
 int64_t gpu_number(int64_t index) {
-  const std::vector<std::string> visible = absl::StrSplit(get_env("CUDA_VISIBLE_DEVICES"), ',');
+  const std::vector<std::string> names = gpu_names(index + 1);
   int64_t number = 0;
-  if (index < 0 || index >= static_cast<int64_t>(visible.size())) return index;
-  return absl::SimpleAtoi(visible[static_cast<size_t>(index)], &number) && number >= 0 ? number : index;
+  if (index < 0 || index >= static_cast<int64_t>(names.size())) return index;
+  return absl::SimpleAtoi(names.back(), &number) && number >= 0 ? number : index;
 }
 
 absl::Status no_gpu_shown() {

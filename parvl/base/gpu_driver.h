@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "parvl/base/status.h"
 
@@ -16,6 +18,10 @@ absl::StatusOr<void*> load_gpu_driver();
 absl::StatusOr<int64_t> count_gpus();
 
 absl::Status no_gpu_shown();
+
+// The names of the first `count` GPUs that this process sees: those that CUDA_VISIBLE_DEVICES lists, which may be
+// fewer, else numbers.
+std::vector<std::string> gpu_names(int64_t count);
 
 // The machine's number of the GPU that this process sees as `index`: CUDA_VISIBLE_DEVICES may show it others. Where
 // that has names of another kind, `index`.

@@ -1,7 +1,6 @@
 #include "parvl/plan/gpu_placement.h"
 
 #include <absl/strings/str_join.h>
-#include <absl/strings/str_split.h>
 
 namespace parvl {
 
@@ -28,14 +27,6 @@ absl::StatusOr<GpuPlacement> place_on_gpus(const std::vector<const PoolPlan*>& p
       next = end;
     }
   }
-  return out;
-}
-
-std::vector<std::string> gpu_names(const std::string& visible, int64_t count) {
-  std::vector<std::string> out;
-  if (!visible.empty()) out = absl::StrSplit(visible, ',');
-  for (auto i = static_cast<int64_t>(out.size()); visible.empty() && i < count; ++i) out.push_back(absl::StrCat(i));
-  if (static_cast<int64_t>(out.size()) > count) out.resize(static_cast<size_t>(count));  // CUDA stops at a wrong name
   return out;
 }
 

@@ -18,7 +18,4 @@ using GpuPlacement = std::map<std::string, std::vector<std::vector<std::string>>
 absl::StatusOr<GpuPlacement> place_on_gpus(const std::vector<const PoolPlan*>& pools,
                                            const std::vector<std::string>& gpus);
 
-// The names of the first `count` GPUs: those that `visible` (CUDA_VISIBLE_DEVICES; "": not set) lists, else numbers.
-std::vector<std::string> gpu_names(const std::string& visible, int64_t count);
-
 }  // namespace parvl

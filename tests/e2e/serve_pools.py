@@ -339,14 +339,11 @@ class Slo(unittest.TestCase):
         need_model()
         steps = []
         for slo in ("", "slo: {tpot_ms: 0.001}\n"):
-            server = Pools(REPLICAS.replace("replicas: 2", "replicas: 1") + slo, *SMALL)
-            try:
+            with Pools(REPLICAS.replace("replicas: 2", "replicas: 1") + slo, *SMALL) as server:
                 answer = Answer(server, ask("count"), max_tokens=800, ignore_eos=True, logprobs=True).read_until(1)
                 other = Answer(server, ask("red square " * 40), max_tokens=1).read_all()
                 self.assertEqual(len(answer.read_all().tokens), 800)
                 steps.append(server.figure("parvl_work_total", 'work="prefill"'))
-            finally:
-                server.stop()
         self.assertLessEqual(steps[0], 3)  # of the warm-up and of both prompts
         self.assertGreaterEqual(steps[1], (other.usage["prompt_tokens"] - 32) // 16)  # the first blocks are those of the answer's prompt
         self.assertGreater(steps[1], steps[0])

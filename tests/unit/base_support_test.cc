@@ -136,6 +136,19 @@ TEST(StopSignalDeathTest, OnlyOneAtATime) {
       "second StopSignal");
 }
 
+TEST(GpuNames, AreThoseThatTheProcessIsShown) {
+  using Names = std::vector<std::string>;
+  const auto names = [](const char* visible, int64_t count) {
+    setenv("CUDA_VISIBLE_DEVICES", visible, 1);
+    return gpu_names(count);
+  };
+  EXPECT_EQ(names("", 3), (Names{"0", "1", "2"}));
+  EXPECT_EQ(names("5,2", 2), (Names{"5", "2"}));
+  EXPECT_EQ(names("GPU-a,GPU-b,GPU-wrong", 2), (Names{"GPU-a", "GPU-b"}));
+  EXPECT_EQ(names("", 0), Names{});
+  unsetenv("CUDA_VISIBLE_DEVICES");
+}
+
 TEST(GpuNumber, IsThatOfTheMachine) {
   for (const auto& [visible, index, number] :
        {std::tuple("", 1, 1), {"6,2", 0, 6}, {"6,2", 1, 2}, {"6,2", 2, 2}, {"GPU-5a,GPU-6b", 1, 1}, {"-1", 0, 0}}) {

@@ -32,13 +32,5 @@ TEST(GpuPlacement, TooFewAreRefused) {
   EXPECT_TRUE(place_on_gpus({}, {}).ok());
 }
 
-TEST(GpuPlacement, NamesAreThoseThatTheProcessIsShown) {
-  using Names = std::vector<std::string>;
-  EXPECT_EQ(gpu_names("", 3), (Names{"0", "1", "2"}));
-  EXPECT_EQ(gpu_names("5,2", 2), (Names{"5", "2"}));
-  EXPECT_EQ(gpu_names("GPU-a,GPU-b,GPU-wrong", 2), (Names{"GPU-a", "GPU-b"}));
-  EXPECT_EQ(gpu_names("", 0), Names{});
-}
-
 }  // namespace
 }  // namespace parvl
