@@ -66,14 +66,17 @@ class Compared:
 
 
 class Pools(Server):
-    """A server with an allocation; `instances()` are the processes that it has told of, by instance."""
+    """A server with an allocation; `instances()` are the processes that it has told of, by instance.
+    `devices`: what --device-map says, by default that all is the CPU; with "" nothing is."""
 
     def __init__(self, allocation, *flags, devices=None, model=MODEL):
         self.folder = tempfile.TemporaryDirectory()
         path = pathlib.Path(self.folder.name) / "allocation.yaml"
         path.write_text(allocation)
-        devices = devices or ("gpu-24gb=cpu,gpu-40gb=cpu" if "24gb" in allocation else "gpu-40gb=cpu")
-        super().__init__("--config", str(path), "--device-map", devices, "--dtype", "float32", *flags, model=model)
+        if devices is None:
+            devices = "gpu-24gb=cpu,gpu-40gb=cpu" if "24gb" in allocation else "gpu-40gb=cpu"
+        on = ("--device-map", devices) if devices else ()
+        super().__init__("--config", str(path), *on, "--dtype", "float32", *flags, model=model)
 
     def status(self):
         with urllib.request.urlopen(self.ready_line.split()[4] + "/status", timeout=30) as reply:
