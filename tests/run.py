@@ -21,7 +21,7 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON_FOLDERS = ("tidy", "parity", "e2e")
-SLOW_PROGRAMS = {"comm_transfer_chaos_test", "exec_engine_test", "exec_given_features_test", "exec_memory_test", "exec_pipeline_test", "exec_tensor_parallel_test", "media_template_limits_test", "media_grammar_limits_test", "train_formulas_test",
+SLOW_PROGRAMS = {"comm_transfer_chaos_test", "exec_engine_test", "exec_given_features_test", "exec_memory_test", "exec_pipeline_test", "exec_tensor_parallel_test", "media_template_limits_test", "media_grammar_limits_test", "serve_pools_fleet_test", "train_formulas_test",
                  "train_oracle_test", "train_parallel_test", "train_shares_test", "train_state_test", "train_trainer_test"}
 TIME_LIMIT_S = {"unit": 300, "fuzz": 120, "python": 900}
 FUZZ_SECONDS = 4

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "parvl/base/check.h"
+#include "parvl/base/gpu_driver.h"
 #include "parvl/base/log.h"
 #include "parvl/exec/backbone_step.h"
 #include "parvl/exec/encode_queue.h"
@@ -63,6 +64,14 @@ absl::StatusOr<ServingMemory> plan_memory(const LoadedFiles& files, const Engine
   return plan_serving_memory(files.model->spec(), settings, there);
 }
 
+absl::Status check_gpus(const EngineOptions& options) {
+  PARVL_ASSIGN_OR_RETURN(const int64_t count, count_gpus());
+  if (options.ranks() <= count) return absl::OkStatus();
+  return invalid("--tensor-parallel-size ", options.tensor_ranks, " and --pipeline-parallel-size ",
+                 options.pipeline_stages, " need ", options.ranks(), " GPUs, and this machine has ", count,
+                 "; ask for fewer, or compute on the CPU: --device cpu");
+}
+
 // Of the first rank, with as many blocks as all have room for. The ranks of a stage hold as much, but that the first of
 // all keeps what was encoded and chooses the tokens.
 absl::StatusOr<ServingMemory> plan_ranks(const LoadedFiles& files, const EngineOptions& options) {
@@ -72,6 +81,7 @@ absl::StatusOr<ServingMemory> plan_ranks(const LoadedFiles& files, const EngineO
       check_stages(spec.backbone.layers, "llm_backbone", options.pipeline_stages, "--pipeline-parallel-size"));
   if (options.ranks() > kMaxRingReaders + 1) return invalid("more than ", kMaxRingReaders + 1, " ranks");
   if (options.ranks() == 1) return plan_memory(files, options);
+  if (files.device.is_cuda()) PARVL_RETURN_IF_ERROR(check_gpus(options));
   PARVL_ASSIGN_OR_RETURN(const auto stages, split_layers(spec.backbone.layers, options.pipeline_stages));
   ServingMemory out;
   for (const StagePart& stage : stages) {

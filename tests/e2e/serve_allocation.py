@@ -1,4 +1,5 @@
 """Allocation files at `parvl serve --config`: the contract's example, and what is refused before any weight is loaded."""
+# slow
 import json
 import os
 import pathlib

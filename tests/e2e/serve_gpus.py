@@ -86,13 +86,20 @@ class Instances(OnGpus):
                 self.assert_answers(server)
                 self.assert_on_gpus_of_their_own(server, {"llm-pool": 0})
 
-    def test_more_than_there_are_is_refused(self):
+    def refusal(self, *flags):
+        run = subprocess.run([PARVL, "serve", "--model", MODEL, "--port", "0", *flags], capture_output=True, text=True, timeout=120)
+        self.assertEqual((run.returncode, run.stdout), (2, ""), run.stderr)
+        return run.stderr
+
+    def test_more_than_there_are_are_refused(self):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "allocation.yaml"
             path.write_text(APART.replace("replicas: 1", f"replicas: {len(GPUS)}"))
-            run = subprocess.run([PARVL, "serve", "--model", MODEL, "--port", "0", "--config", path], capture_output=True, text=True, timeout=120)
-        self.assertEqual(run.returncode, 2)
-        self.assertIn(f"the pools need {len(GPUS) + 1} GPUs (encoder-pool 1 × 1, llm-pool {len(GPUS)} × 1), and this machine has {len(GPUS)};", run.stderr)
+            self.assertIn(f"the pools need {len(GPUS) + 1} GPUs (encoder-pool 1 × 1, llm-pool {len(GPUS)} × 1), and this machine has {len(GPUS)};",
+                          self.refusal("--config", path))
+        if len(GPUS) < 16:
+            self.assertIn(f"--tensor-parallel-size 4 and --pipeline-parallel-size 4 need 16 GPUs, and this machine has {len(GPUS)};",
+                          self.refusal("--device", "cuda", "-tp", "4", "-pp", "4"))
 
 
 @need_gpus(2)
